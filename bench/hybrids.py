@@ -34,6 +34,7 @@ from cluster.model.states import StateSpan
 
 CONTEXT = 256  # tokens before an answer's
 NUM_BLOCKS = 48  # of KV, for a sequence
+VOCAB_SIZE = 32_000
 CPU = torch.device("cpu")
 Given = TypeVar("Given")
 
@@ -45,11 +46,12 @@ def make(hidden: int, layers: int, folder: Path) -> LanguageModel:
 
 def write(
     hidden: int, layers: int, folder: Path, dtype: torch.dtype, device: torch.device = CPU,
+    vocab_size: int = VOCAB_SIZE,
 ) -> None:  # fmt: skip
     """device: where the weights are drawn; a CPU takes ten seconds for a billion."""
     config = Qwen3_5TextConfig(
-        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers, vocab_size=32_000,
-        num_attention_heads=hidden // 128, num_key_value_heads=2, head_dim=256,
+        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers,
+        num_attention_heads=hidden // 128, num_key_value_heads=2, head_dim=256, vocab_size=vocab_size,
         linear_num_key_heads=hidden // 64, linear_num_value_heads=hidden // 64,
     )  # fmt: skip
     write_config(config, folder, dtype, device)
@@ -121,7 +123,7 @@ class Steps:
 
     def prompt(self, num_tokens: int, *, is_recorded: bool = False) -> Tensor:
         span = StateSpan(num_tokens, (), self._places[0][0])
-        ids = [(7 * i + 3) % 32_000 for i in range(num_tokens)]
+        ids = [(7 * i + 3) % self._model.vocab_size for i in range(num_tokens)]
         model = self._recorded if is_recorded and self._recorded is not None else self._model
         return model.forward([SequenceChunk(ids, 0, 0, self._tables[0], states=(span,))], self._kv)
 

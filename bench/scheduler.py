@@ -88,17 +88,17 @@ class SchedulerLoad:
         self._refill()
 
     def step(self) -> int:
-        chunks = self._chunks.schedule(self._budget)
-        for chunk in chunks:
-            computed = self._num_computed[chunk.request_id] + chunk.num_scheduled_tokens
-            if computed < self._prompts[chunk.request_id].num_tokens:
-                self._num_computed[chunk.request_id] = computed
-                self._chunks.set_computed(chunk.request_id, computed)
+        step = self._chunks.schedule(self._budget)
+        for request_id, num_tokens in step.items():
+            computed = self._num_computed[request_id] + num_tokens
+            if computed < self._prompts[request_id].num_tokens:
+                self._num_computed[request_id] = computed
+                self._chunks.set_computed(request_id, computed)
             else:
-                self._chunks.remove(chunk.request_id)
-                del self._num_computed[chunk.request_id], self._prompts[chunk.request_id]
+                self._chunks.remove(request_id)
+                del self._num_computed[request_id], self._prompts[request_id]
         self._refill()
-        return len(chunks)
+        return len(step)
 
     def _refill(self) -> None:
         while len(self._chunks) < self._num_running:

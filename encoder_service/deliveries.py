@@ -21,10 +21,9 @@ from cluster.clock import Clock
 from cluster.errors import ClusterError, UnavailableError, to_info
 from cluster.types.media import MediaItem
 from cluster.types.messages import Encoded, Failed
-from cluster.types.notices import FeaturesReady
-from cluster.types.transfer import ReceivedGrant
+from cluster.types.transfer import FeaturesReady, ReceivedGrant
+from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
-from cluster.worker.requests import Deadlines
 from encoder_service.cache import EmbeddingCache
 from encoder_service.state import Delivery, Holdings
 from kv_transfer.agents.agent import TransferError
@@ -50,7 +49,7 @@ class Deliveries:
         transfer_engine: TransferEngine,
         outbox: Outbox,
         clock: Clock,
-        own_prompts: OwnEmbeddings | None = None,
+        own_prompts: OwnEmbeddings | None,
     ):
         self._own_prompts = own_prompts
         self._cache = cache

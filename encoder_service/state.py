@@ -43,7 +43,7 @@ class Delivery:
     item_idx: int
     item: MediaItem  # kept until the end: if rows are evicted before they are sent, the item is encoded again
     ticket: Ticket  # its place in the order; `request_id` of this ticket is the media hash
-    keep: bool = True  # another use is expected
+    keep: bool  # another use is expected
     from_cache: bool = False
     target: ReceivedGrant | None = None
     outgoing: Outgoing | None = None

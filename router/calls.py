@@ -78,14 +78,14 @@ class ToolFunction(msgspec.Struct, frozen=True):
     name: str
     parameters: str  # JSON schema of the arguments, as JSON
     param: str  # the field of the request that has the schema; errors name it
-    is_strict: bool = False  # a call of it has arguments that are valid under the schema
+    is_strict: bool  # a call of it has arguments that are valid under the schema
 
 
 class ToolRules(msgspec.Struct, frozen=True):
     """Which tools an answer may call, and how."""
 
     functions: tuple[ToolFunction, ...]  # that may be called
-    must_call: bool = False
+    must_call: bool
     is_parallel: bool = True  # several calls in one answer
 
     @property

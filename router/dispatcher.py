@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,11 @@ from cluster.clock import Clock
 from cluster.errors import ClusterError
 from cluster.ids import new_process_name
 from cluster.rpc import connect
-from cluster.types.media import MediaItem
 from cluster.types.messages import AdaptersHeld, AnyMessage, TokenEvent
-from cluster.types.request import GenerateRequest
 from router.flow.outputs import CallDecode, Deliver, Drained, Output, Placed, Send
 from router.flow.request_flow import RequestFlow
 from router.flow.state import ClientRequest
 from router.members import Dial, MemberTable, Peer
-from router.telemetry.timeline import RequestTimeline
 
 logger = logging.getLogger(__name__)
 
@@ -122,20 +119,13 @@ class Dispatcher:
     def is_idle(self) -> bool:
         return self.flow.is_idle and not self._streams and not self._unread
 
-    def generate(
-        self,
-        request: GenerateRequest,
-        items: Sequence[MediaItem],
-        hashes: Sequence[bytes],
-        timeline: RequestTimeline,
-        tenant: str = "",
-    ) -> list[TokenStream]:
-        """One stream per choice, each to be closed. `hashes`: one per full block of the prompt."""
-        request_id = request.request_id
-        self._unread[request_id] = ClientRequest(request, items, hashes, timeline, tenant)
+    def generate(self, client: ClientRequest) -> list[TokenStream]:
+        """One stream per choice, each to be closed."""
+        request_id = client.request_id
+        self._unread[request_id] = client
         streams = [
             TokenStream(partial(self.submit, request_id), partial(self._close, request_id, idx))
-            for idx in range(len(request.sampling))
+            for idx in range(len(client.choices))
         ]
         self._streams[request_id] = streams
         return streams.copy()

@@ -52,6 +52,7 @@ from router.calls import (
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
+from router.flow.state import ClientRequest
 from router.generation import Choice
 from router.http.keys import Access
 from router.http.limits import Limits
@@ -219,9 +220,7 @@ class Door:
         changes = await self._changes(call)
         for prompt in call.prompts:
             timeline = RequestTimeline(arrived_at, call.trace_parent)
-            prepared = await self._off_loop(
-                self._prompts.completion, prompt, call.guidance, call.cache_salt, call.adapter
-            )
+            prepared = await self._off_loop(self._prompts.completion, call, prompt)
             timeline.prepared(arrived_at, self._clock.now())
             num_scores += prepared.num_tokens * num_told(call)
             if num_scores > max_scores:
@@ -311,12 +310,11 @@ class Door:
             structure=call.structure,
             num_prompt_logprobs=num_scored(call),
         )
+        client = ClientRequest(request, prompt.items, prompt.block_hashes, timeline, call.tenant)
         texts = [self._answer_text(call, prompt, report) for _ in call.sampling]
 
         def generate() -> list[Choice]:
-            streams = self.dispatcher.generate(
-                request, prompt.items, prompt.block_hashes, timeline, call.tenant
-            )
+            streams = self.dispatcher.generate(client)
             choice = functools.partial(Choice, report=report, tracing=self._tracing)
             shared = (self._metrics, self._clock, timeline)
             return [

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.claims.claim import SIMULATED, Claim, Found
 from bench.claims.virtual import request, simulation
-from cluster.engine.state import AnswerWork, Work, WorkResult
+from cluster.engine.state import LanguageRequest, Work, WorkResult
 from cluster.types.curves import Link
 from cluster.types.members import Phase
 from deploy.simulator.device import SimRunner
@@ -35,7 +35,7 @@ def noted(runner: SimRunner, gaps: list[float]) -> None:
     def timed(works: Sequence[Work], *rest: Any) -> list[WorkResult]:
         began_at = clock.now()
         results = run(works, *rest)
-        num_answers = sum(isinstance(work, AnswerWork) for work in works)
+        num_answers = sum(isinstance(work, LanguageRequest) for work in works)
         if num_answers == NUM_ANSWERS < len(works):
             gaps.append(clock.now() - began_at)
         return results

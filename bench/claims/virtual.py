@@ -12,7 +12,7 @@ from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.curves import Link
 from deploy.simulator.hardware import A100, VL_7B, Model
 from deploy.simulator.layouts import Layout, workers
-from deploy.simulator.outcome import Outcome
+from deploy.simulator.results import Outcome
 from deploy.simulator.simulation import SCHEDULING, Simulation
 from deploy.simulator.workload import Draft, Item, SimRequest, block_keys
 

@@ -40,7 +40,7 @@ from cluster.types.request import GenerateRequest
 from encoder_service.runner import EncoderRunner, Piece, Prepared
 from router.api.app import build_api
 from router.door import Door
-from router.telemetry.timeline import RequestTimeline
+from router.flow.state import ClientRequest
 
 
 @dataclass(eq=False)
@@ -92,15 +92,9 @@ class SynchronousEngine:
         self._waiting: list[QueuedRequest] = []
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
-    def generate(
-        self,
-        request: GenerateRequest,
-        items: Sequence[MediaItem],
-        hashes: Sequence[bytes],
-        ledger: RequestTimeline,
-        tenant: str,
-    ) -> list[OneToken]:
+    def generate(self, client: ClientRequest) -> list[OneToken]:
         """Called on the event loop."""
+        request, items = client.request, client.items
         if request.stop.max_tokens != 1 or len(request.sampling) != 1 or request.guidance is not None:
             raise RequestError("the baseline answers with one greedy token")
         loop = asyncio.get_running_loop()

@@ -1,6 +1,7 @@
 """What the compiler makes of the kernels of a decoder step: registers, spilled bytes, shared memory, how many
-programs fit on a multiprocessor, instructions and loads of the inner loop that reads most. Needs Triton and
-no GPU: `python -m bench.gpu.compiled [--capability 90] [--only REGEX]`.
+programs fit on a multiprocessor, instructions and loads of the inner loop that reads most, and of products
+the rate at which they could read if instructions alone took time (`issue`). Needs Triton and no GPU:
+`python -m bench.gpu.compiled [--capability 90] [--only REGEX]`.
 
 The launchers are called with tensors of no memory, and their launches compiled instead of launched, so warps,
 stages and constants are theirs.
@@ -21,12 +22,15 @@ from typing import Any
 
 import torch
 
+from bench.gpu import matrices
+from bench.gpu.issue import CONVERSIONS, PROCESSORS, bound
+from bench.gpu.matrices import empty
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention, StepTensors
-from cluster.model.cuda import layer_calls, paged_attention
+from cluster.model.cuda import adapter_products, coded_products, layer_calls, paged_attention
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 
-PROCESSORS, SHARED_BYTES, REGISTERS, WARPS = 132, 228 << 10, 65536, 64  # of an H100, the last three of one
+SHARED_BYTES, REGISTERS, WARPS = 228 << 10, 65536, 64  # of one multiprocessor of an H100
 # hidden width, query heads, KV heads, width of a head, of the MLP, norms of q and k
 MODELS = {
     "0.5B": (896, 14, 2, 64, 4864, False), "7B": (3584, 28, 4, 128, 18944, False),
@@ -35,7 +39,7 @@ MODELS = {
 STEPS = {"1 answer": (1, 1), "16 answers": (16, 16), "64 answers": (64, 64), "512 prompt tokens": (512, 1)}
 _KINDS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
 
 
@@ -50,12 +54,8 @@ class Launch:
     arguments: dict[str, Any]
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def launches() -> Iterator[Launch]:
-    """Those of one layer, in each model and step."""
+    """Those of one layer, in each model and step, and of other products."""
     import triton
 
     found: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
@@ -64,7 +64,7 @@ def launches() -> Iterator[Launch]:
         found.append((self, grid, dict(zip(self.arg_names, args, strict=False)) | kwargs))
 
     triton.runtime.jit.JITFunction.run = run
-    for module in (layer_calls, paged_attention):
+    for module in (layer_calls, paged_attention, coded_products, adapter_products):
         module.early = lambda _device: {"EARLY": True, "launch_pdl": True}  # type: ignore[assignment]
     for model in MODELS:
         for step, sizes in STEPS.items():
@@ -74,6 +74,10 @@ def launches() -> Iterator[Launch]:
                 for kernel, grid, arguments in found:
                     yield Launch(f"{model}, {step}{kv}", kernel, grid, arguments)
                 found.clear()
+    for what in matrices.calls():
+        for kernel, grid, arguments in found:
+            yield Launch(what, kernel, grid, arguments)
+        found.clear()
 
 
 def _layer(model: str, num_tokens: int, num_seqs: int, kv_cache_dtype: KvCacheDtype) -> None:
@@ -165,12 +169,20 @@ def row(launch: Launch, made: Any) -> str:
     reads = [at for at, text in code if re.search(r"\bLDG(STS)?\.", text)]
     loop = max(inner, key=lambda each: sum(each[0] <= at <= each[1] for at in reads), default=None)
     body = [text for at, text in code if loop is None or loop[0] <= at <= loop[1]]
+    rest = [text for at, text in code if loop and not loop[0] <= at <= loop[1]]
     registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[0]) for name in ("REG", "STACK"))
     warps, shared = made.metadata.num_warps, made.metadata.shared
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     fit = min(by_registers, SHARED_BYTES // (shared + 1024), WARPS // warps, 32)
     size = f"{len(body)}{'' if loop else ' (no loop)'}"
-    numbers = (prod(launch.grid), fit, warps, registers, stack, shared, size, loads(body))
+    rest = rest[: next((i for i, text in enumerate(rest) if text == "EXIT"), None)]
+    work = matrices.work(launch.kernel.__name__, launch.grid, launch.arguments)
+    rate = bound(work, body, rest, warps) if work else ""
+    used = [
+        sum(bool(re.search(pattern, text)) for text in body)
+        for pattern in (r"\bLDSM?\b", rf"\b({CONVERSIONS})\b")
+    ]
+    numbers = (prod(launch.grid), fit, warps, registers, stack, shared, size, *used, loads(body), rate)
     return f"| {launch.what} | {launch.kernel.__name__} | " + " | ".join(map(str, numbers)) + " |"
 
 
@@ -188,8 +200,11 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--only", default="", help="of the lines: model, step, kernel")
     args = parser.parse_args()
-    print("| step | kernel | programs | fit | warps | registers | spilled | shared | instructions | loads |")
-    print("| --- " * 10 + "|")
+    print(
+        "| step | kernel | programs | fit | warps | registers | spilled | shared | instructions | LDS |",
+        end="",
+    )
+    print(" conversions | loads | GB/s by instructions |\n" + "| --- " * 13 + "|")
     seen: set[str] = set()
     for launch in launches():
         if not re.search(args.only, f"{launch.what} {launch.kernel.__name__}"):

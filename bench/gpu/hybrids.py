@@ -18,22 +18,22 @@ from transformers import NemotronHConfig
 
 from bench.gpu.kernels import kernels_of
 from bench.gpu.machine import DeviceSpeed, median_s, release
-from bench.hybrids import Steps, mixers_of, seconds, without_kernels, write, write_config
+from bench.hybrids import VOCAB_SIZE, Steps, mixers_of, seconds, without_kernels, write, write_config
 from cluster.model.cuda.graphs import RecordedSizes, recording_of
 from cluster.model.cuda.step_inputs import StepSizes, answers_of
 from cluster.model.language import LanguageModel
 
 ROUNDS = 10
 BLOCKS = ["linear_attention", "mlp"] * 5 + ["linear_attention", "full_attention"]  # of Nemotron-H
-# hidden size and layers of Qwen3.5's form; answers of steps, tokens of prompts
-SIZES, REHEARSED = (2048, 24, (1, 16, 64), (512, 2048)), (256, 4, (1, 2), (280,))
+# hidden size, layers and vocabulary of Qwen3.5's form; answers of steps, tokens of prompts
+SIZES, REHEARSED = (2048, 24, VOCAB_SIZE, (1, 16, 64), (512, 2048)), (256, 4, 999, (1, 2), (280,))
 KERNELS, OWN_CODE = "kernels", "transformers' code"
 
 
 def measure(speed: DeviceSpeed, rehearse: bool) -> Iterator[dict[str, object]]:
-    hidden, layers, *steps = REHEARSED if rehearse else SIZES
+    hidden, layers, vocab_size, *steps = REHEARSED if rehearse else SIZES
     writes = {
-        "hybrid": lambda folder: write(hidden, layers, folder, speed.dtype, speed.device),
+        "hybrid": lambda folder: write(hidden, layers, folder, speed.dtype, speed.device, vocab_size),
         "Mamba 2": lambda folder: write_config(nemotron(rehearse), folder, speed.dtype, speed.device),
     }
     for what, written in writes.items():
@@ -43,10 +43,10 @@ def measure(speed: DeviceSpeed, rehearse: bool) -> Iterator[dict[str, object]]:
 def nemotron(rehearse: bool) -> NemotronHConfig:
     """Nemotron-H-8B's form with 12 layers of 52, six of them Mamba 2."""
     blocks = BLOCKS[-4:] if rehearse else BLOCKS
-    sizes = (256, 512, 2, 4, 8, 2) if rehearse else (4096, 21_504, 8, 32, 128, 8)
-    hidden, inner, kv_heads, heads, mamba_heads, groups = sizes
+    sizes = (256, 999, 512, 2, 4, 8, 2) if rehearse else (4096, VOCAB_SIZE, 21_504, 8, 32, 128, 8)
+    hidden, vocab_size, inner, kv_heads, heads, mamba_heads, groups = sizes
     return NemotronHConfig(
-        vocab_size=32_000, hidden_size=hidden, intermediate_size=inner, layers_block_type=blocks,
+        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=inner, layers_block_type=blocks,
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=128, mamba_num_heads=mamba_heads,
         mamba_head_dim=64, ssm_state_size=128, n_groups=groups,
     )  # fmt: skip

@@ -326,11 +326,10 @@ def _play(prefill: SimLanguage, plan: _PrefillSchedule) -> dict[str, float]:
         if not step:
             plan.clock = events[0][0]
             continue
-        parts = [(computed[chunk.request_id], chunk.num_scheduled_tokens) for chunk in step]
+        parts = [(computed[name], num_tokens) for name, num_tokens in step.items()]
         plan.clock += prefill.runner.step_s(parts, *answers)
-        for chunk in step:
-            name = chunk.request_id
-            computed[name] += chunk.num_scheduled_tokens
+        for name, num_tokens in step.items():
+            computed[name] += num_tokens
             if computed[name] < plan.totals[name]:
                 chunks.set_computed(name, computed[name])
             else:

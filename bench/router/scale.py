@@ -12,7 +12,7 @@ from bench.router.policies import maker
 from deploy.simulator.demand import capacity, demand
 from deploy.simulator.hardware import H200, VL_7B
 from deploy.simulator.layouts import Layout, workers
-from deploy.simulator.outcome import Outcome
+from deploy.simulator.results import Outcome
 from deploy.simulator.simulation import Simulation
 from deploy.simulator.workload import Workload, image_prompts, text
 

@@ -16,14 +16,13 @@ from statistics import fmean
 from typing import Any
 
 from bench.router.day import HOUR_S, TEXT, VIDEO, day, text_draft, video_draft
+from bench.router.scaled_pools import Bounds, ScaledPools
 from bench.tables import head
 from cluster.config.settings import AdmissionArgs
 from deploy.simulator.demand import Demand, seconds
 from deploy.simulator.hardware import A100, VL_7B
 from deploy.simulator.layouts import ROLES, Layout, worker, workers
-from deploy.simulator.outcome import Outcome
-from deploy.simulator.results import interval
-from deploy.simulator.scaled import Bounds, ScaledPools
+from deploy.simulator.results import Outcome, interval
 from deploy.simulator.simulation import Simulation
 from router.policy import make_policy
 from router.scaling import Scaler, ScalingSettings

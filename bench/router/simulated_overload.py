@@ -12,8 +12,7 @@ from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from deploy.simulator.demand import capacity, demand
 from deploy.simulator.hardware import H200, VL_7B
 from deploy.simulator.layouts import workers
-from deploy.simulator.outcome import Outcome
-from deploy.simulator.results import WARM_UP_SHARE, Slo, fields, summarise
+from deploy.simulator.results import WARM_UP_SHARE, Outcome, Slo, fields, summarise
 from deploy.simulator.simulation import Simulation
 from deploy.simulator.workload import Draft, Workload, image_prompts, text
 

@@ -42,6 +42,7 @@ from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.lease.events import Completed
 from prefill_service.service import prefill_worker
 from router.door import Door
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 
 NUM_GENERATED = 3
@@ -176,7 +177,7 @@ async def _ask(door: Door, num_tokens: int, draw: random.Random, times: RequestT
     request = GenerateRequest(new_request_id(), prompt, (sampling,), StopParams(NUM_GENERATED, ()))
     times.tokens_at.clear()
     times.started_at = time.perf_counter()
-    (events,) = door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
+    (events,) = door.dispatcher.generate(ClientRequest(request, (), (), RequestTimeline(0.0)))
     async with asyncio.timeout(TIMEOUT_S):
         async for event in events:
             times.tokens_at += [time.perf_counter()] * len(event.token_ids)

@@ -23,7 +23,7 @@ class Environment(msgspec.Struct, frozen=True):
     model: str | None
     socket_dir: Path
     cluster_secret: str | None  # never logged; not part of ClusterArgs, because the dashboard shows those
-    is_hub_offline: bool = False
+    is_hub_offline: bool
     api_key: str | None = None  # never logged, as the next one
     admin_key: str | None = None
     is_ray_authenticated: bool = False

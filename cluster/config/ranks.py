@@ -51,7 +51,7 @@ def check_plan(model_type: str, *, expert_parallel: bool) -> None:
         )
 
 
-def check_heads(heads: int, kv_heads: int, num_ranks: int, *, may_copy: bool = False) -> None:
+def check_heads(heads: int, kv_heads: int, num_ranks: int, *, may_copy: bool) -> None:
     """may_copy: several ranks may have the same KV head. Raises ConfigError if the heads cannot be
     distributed evenly."""
     are_even = kv_heads % num_ranks == 0 or (may_copy and num_ranks % kv_heads == 0)

@@ -27,20 +27,18 @@ from cluster.engine.adapters import HeldAdapters
 from cluster.engine.ahead import ForwardAhead
 from cluster.engine.answers import Answers
 from cluster.engine.counts import SequenceCounts
-from cluster.engine.events import first_events
 from cluster.engine.features import FeatureStore, ItemKey
 from cluster.engine.forward import StepForward
 from cluster.engine.idle_check import IdleCheck
 from cluster.engine.intake import Intake
 from cluster.engine.kv_input import KvInput
 from cluster.engine.kv_output import KvOutput, send_computed
-from cluster.engine.lifecycle import EngineState, Lifecycle
+from cluster.engine.lifecycle import EngineState, Lifecycle, RequestTable
 from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.prefix_loader import PrefixLoader
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.state import (
-    AnswerWork,
     FirstTokens,
     LanguagePhase,
     LanguageRequest,
@@ -60,12 +58,10 @@ from cluster.scheduling.keys import SchedulingPolicy
 from cluster.scheduling.queue import WaitingQueue
 from cluster.structure.constraints import Constraints
 from cluster.types.messages import BlocksChanged, DecodeTotals, LoadReport, StartDecode, StartPrefill
-from cluster.types.notices import KvReady
-from cluster.types.transfer import ReceivedGrant, TierTotals
+from cluster.types.transfer import KvReady, ReceivedGrant, TierTotals
 from cluster.worker.blame import Blame
 from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.outbox import DoorId, Outbox
-from cluster.worker.requests import RequestTable
 from cluster.worker.speed import SpeedReporter
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.events import Aborted, Completed, LateWrite, LeaseEvent, SendEvent
@@ -110,7 +106,7 @@ class LanguageEngine:
         self._cpu_slots = cpu_slots
         self._limits = limits
         self._prompt_pause_s = policy.prompt_pause_s
-        self.requests: RequestTable[LanguageRequest] = RequestTable(clock)
+        self.requests = RequestTable(clock)
         self._computing: set[str] = set()  # ids of requests whose prompts are computed
         self._counts = SequenceCounts()
         max_tokens = max(limits.max_prompt_tokens, blocks.block_size)
@@ -286,7 +282,7 @@ class LanguageEngine:
         # A step with answers, or with a short prompt, keeps its CPU slot: their tokens are worth the pause of
         # other workers.
         with self._cpu_slots.acquire(0.0 if is_long and not running else math.inf):
-            answers = [AnswerWork(request) for request in self._answers.with_blocks(running)]
+            answers = self._answers.with_blocks(running)
             requests = dict.fromkeys(work.request for work in prompts)
             began_at = self._clock.now()
             for request in requests:
@@ -295,10 +291,10 @@ class LanguageEngine:
             done = self._forward.run(answers, prompts, is_all=is_all)
         self._forward.learn([work for work, _ in done], is_long)
         for work, result in done:
-            with self._blame.of(work.request.request_id):
-                if isinstance(work, AnswerWork):
-                    self._answers.advance(work.request, result)
-                elif work.request.request_id in self._computing:
+            with self._blame.of(work.request_id):
+                if isinstance(work, LanguageRequest):
+                    self._answers.advance(work, result)
+                elif work.request_id in self._computing:
                     self._advance_prompt(work, result)
         self._end_prompts([request for request in requests if request.request_id in self._computing])
 
@@ -336,7 +332,7 @@ class LanguageEngine:
 
     def _on_prompt(self, request: LanguageRequest, first: FirstTokens) -> None:
         """The prompts are computed, and the first tokens are drawn: they go out at once."""
-        events = first_events(request, first, self._clock.now())
+        events = first.events(request, self._clock.now())
         for event in events:
             if request.sends or not request.choices[event.choice_idx].is_done:
                 self._outbox.token(request.door, event)

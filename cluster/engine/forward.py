@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from cluster.engine.ahead import ForwardAhead
 from cluster.engine.kv_output import Ready, StepPush
 from cluster.engine.lifecycle import EngineState
 from cluster.engine.planner import PromptPlanner
-from cluster.engine.state import AnswerChoice, AnswerWork, PromptWork, Work, WorkResult
+from cluster.engine.state import AnswerChoice, LanguageRequest, PromptWork, Work, WorkResult
 from cluster.model.cuda.capture import wait_for_recording
 from cluster.model.failures import is_out_of_memory
 from cluster.model.language import LanguageModel
 from cluster.scheduling.fit import StepFit
 from cluster.worker.blame import Blame, ends_engine
 from cluster.worker.cpu_slots import CpuSlots
+
+_id_of = attrgetter("request_id")
 
 
 @dataclass(eq=False)
@@ -35,13 +38,13 @@ class StepForward:
     _ahead: ForwardAhead
 
     def run(
-        self, answers: Sequence[AnswerWork], prompts: Sequence[PromptWork], *, is_all: bool
+        self, answers: Sequence[LanguageRequest], prompts: Sequence[PromptWork], *, is_all: bool
     ) -> list[tuple[Work, WorkResult]]:
         """Inside a CPU slot. Returns what has succeeded; requests whose work raises alone, too, have failed.
         `is_all`: all answers that can be continued here are in the step."""
         is_alone = is_all and not prompts and not self._planner.has_runnable
-        then = iter([self._ahead.plan([work.request for work in answers], is_alone=is_alone)])
-        works = [*(work for work in answers if work.request.live_choices), *prompts]
+        then = iter([self._ahead.plan(answers, is_alone=is_alone)])
+        works = [*(request for request in answers if request.live_choices), *prompts]
         if not works:
             self._ahead.drop()
             return []
@@ -57,10 +60,10 @@ class StepForward:
     def learn(self, works: Sequence[Work], is_long: bool) -> None:
         """Behind the step, before its results are taken in: it has computed this. `is_long`: see
         `PromptPlanner.next_step`."""
-        answers = [work for work in works if isinstance(work, AnswerWork)]
+        answers = [work for work in works if isinstance(work, LanguageRequest)]
         prompts = [work for work in works if isinstance(work, PromptWork)]
         step_s = self._cpu_slots.ran_s if self._ahead.step_s is None else self._ahead.step_s
-        num_sequences = sum(work.request.num_sequences for work in answers)
+        num_sequences = sum(request.num_sequences for request in answers)
         if answers and not prompts:
             self._fit.observe(num_sequences, self._state.counts.mean_context, step_s)
         if prompts:
@@ -81,7 +84,7 @@ class StepForward:
         """After each layer, its KV is posted to the worker that wants it, and the CPU slot may be yielded."""
         sent = [work for work in works if isinstance(work, PromptWork) and work.request.sends]
         push = StepPush(sent, self._model.kv_layout, self._model.num_layers)
-        in_step = {work.request.request_id: work.request for work in sent}
+        in_step = {work.request_id: work.request for work in sent}
 
         def on_layer(layer_idx: int, ready: Ready) -> None:
             self._state.kv_output.take_early(in_step)
@@ -99,7 +102,3 @@ class StepForward:
             raise
         push.close()
         return results
-
-
-def _id_of(work: Work) -> str:
-    return work.request.request_id

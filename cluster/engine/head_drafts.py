@@ -73,7 +73,7 @@ class _HeldRows:
     hashes: Sequence[bytes]
     first_block: int  # of the sequence, that the context begins with
     num_rows: int  # index of the first token without a row
-    block_table: list[int] = field(default_factory=list)  # of the blocks from `first_block` on
+    block_table: list[int]  # of the blocks from `first_block` on
     num_registered: int = 0  # prefix of the table that others can find
     pending: list[Tensor] = field(default_factory=list)  # hidden rows of the tokens from num_rows - 1 on …
     num_pending: int = 0  # … and how many these are

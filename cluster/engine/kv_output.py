@@ -27,8 +27,7 @@ from cluster.engine.state import LanguagePhase, LanguageRequest, PromptWork
 from cluster.errors import InternalError
 from cluster.kvcache.memory import MemoryLayout
 from cluster.scheduling.budget import StepBudget
-from cluster.types.notices import KvReady
-from cluster.types.transfer import ReceivedGrant
+from cluster.types.transfer import KvReady, ReceivedGrant
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.link_meter import MIN_MEASURED_BYTES
 from kv_transfer.lease.prompt_places import PromptPlaces

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from cluster.clock import Clock
 from cluster.engine.adapters import HeldAdapters
 from cluster.engine.counts import SequenceCounts
 from cluster.engine.features import FeatureStore
@@ -26,8 +27,8 @@ from cluster.scheduling.queue import WaitingQueue
 from cluster.structure.constraints import Constraints
 from cluster.types.messages import Failed, FinishReason, Preempted, TokenEvent
 from cluster.worker.blame import bookkeeping
-from cluster.worker.outbox import Outbox
-from cluster.worker.requests import RequestTable
+from cluster.worker.deadlines import Deadlines
+from cluster.worker.outbox import DoorId, Outbox
 from kv_transfer.lease.events import Finished, LeaseEvent, SendEvent
 
 WAITED_FOR = {
@@ -38,11 +39,35 @@ WAITED_FOR = {
 }
 
 
+class RequestTable(dict[str, LanguageRequest]):
+    """The requests of an engine, by id, from its `start` until they have left it. `deadlines`: by request id.
+    The id of a request that has ended expires, too, and is ignored then."""
+
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self.deadlines = Deadlines(clock)
+
+    def add(self, request: LanguageRequest) -> None:
+        self[request.request_id] = request
+
+    def remove(self, request_id: str) -> None:
+        del self[request_id]
+
+    def live(self, request_id: str) -> LanguageRequest | None:
+        """The request, unless it is unknown, has ended or is closing."""
+        request = self.get(request_id)
+        return None if request is None or request.is_closing else request
+
+    def of_door(self, door: DoorId) -> list[str]:
+        """Ids of the door's requests, in order of arrival."""
+        return [request_id for request_id, request in self.items() if request.door == door]
+
+
 @dataclass(frozen=True)
 class EngineState:
     """What the parts of an engine share: its requests, and all that these may hold."""
 
-    requests: RequestTable[LanguageRequest]
+    requests: RequestTable
     blocks: BlockPool
     admission: PromptAdmission  # of requests whose prompts are computed here
     arrivals: WaitingQueue  # requests whose KV arrives, and that have no blocks

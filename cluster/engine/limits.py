@@ -15,7 +15,7 @@ class StepLimits:
 
     max_prompt_tokens: int  # of prompts; 0: no prompt is computed here
     max_sequences: int  # of answers; 0: no answer is generated here
-    target_s: float = 0.5  # how long a step without answers may last
+    target_s: float  # how long a step without answers may last
 
 
 MAX_LOCAL_PREFILL_TOKENS = 1024  # of prompts in a step of a decode worker, for which memory is planned

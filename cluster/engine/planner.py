@@ -5,12 +5,12 @@ learnt from the steps before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cluster.engine.sequence import TokenSequence
 from cluster.engine.state import LanguageRequest, PromptWork
 from cluster.scheduling.budget import StepBudget, is_left_for_item
-from cluster.scheduling.chunks import Chunk, ChunkScheduler, Span
+from cluster.scheduling.chunks import ChunkScheduler, Span
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.worker.cpu_slots import CpuSlots
 
@@ -78,35 +78,32 @@ class PromptPlanner:
 
         `room`: tokens above which a step is launched kernel by kernel, which on a GPU takes the host several
         times as long as the device takes to compute them; None: no such limit."""
-        chunks = self._chunks.schedule(self._max_tokens(limit_s, room))
-        chosen = self._sequences_of(chunks)
+        step = self._chunks.schedule(self._max_tokens(limit_s, room))
+        chosen = self._sequences_of(step)
         left_out: set[str] = set()
         if limit_s == math.inf and chosen and not any(map(self._is_worth_a_step, chosen)):
             # They may have filled the step, and a prompt behind them may be worth one.
             left_out = {
                 name for name, (_, sequence) in self._sequences.items() if not self._is_worth_a_step(sequence)
             }
-            chunks = self._chunks.schedule(self._max_tokens(math.inf, room), left_out)
-            chosen = self._sequences_of(chunks)
-        if not chunks:
+            step = self._chunks.schedule(self._max_tokens(math.inf, room), left_out)
+            chosen = self._sequences_of(step)
+        if not step:
             return [], False
         largest = self.budget.max_step_tokens
         is_long = all(self._num_at_start[sequence.sequence_id] > largest for sequence in chosen)
         if is_long:
             is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in chosen)
             long_s = 0.0 if is_first else self._long_step_s
-            chunks = self._chunks.schedule(self._max_tokens(min(limit_s, long_s), room), left_out)
-        works = [
-            PromptWork(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks
-        ]
-        return works, is_long
+            step = self._chunks.schedule(self._max_tokens(min(limit_s, long_s), room), left_out)
+        return [PromptWork(*self._sequences[name], num_tokens) for name, num_tokens in step.items()], is_long
 
     def _max_tokens(self, limit_s: float, room: int | None) -> int:
         tokens = self.budget.max_tokens(self._context, limit_s)
         return tokens if room is None else min(tokens, max(self.budget.min_tokens, room))
 
-    def _sequences_of(self, chunks: Sequence[Chunk]) -> list[TokenSequence]:
-        return [self._sequences[chunk.request_id][1] for chunk in chunks]
+    def _sequences_of(self, names: Iterable[str]) -> list[TokenSequence]:
+        return [self._sequences[name][1] for name in names]
 
     def _is_worth_a_step(self, sequence: TokenSequence) -> bool:
         """Whether the tokens that can be computed now contain an item, are all that are missing, or are not

@@ -37,7 +37,7 @@ class _PrefixLoad:
 
 
 class PrefixLoader:
-    def __init__(self, tier: KvTier, blocks: BlockPool, budget: StepBudget, state_blocks: int = 0):
+    def __init__(self, tier: KvTier, blocks: BlockPool, budget: StepBudget, state_blocks: int):
         """`budget`: knows how long prompt tokens take to compute. `state_blocks`: of a model's state."""
         self._tier = tier
         self._blocks = blocks

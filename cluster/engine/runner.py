@@ -20,7 +20,6 @@ from cluster.engine.sequence import TokenSequence
 from cluster.engine.speculation import Speculator, accept
 from cluster.engine.state import (
     AnswerChoice,
-    AnswerWork,
     FirstTokens,
     LanguageRequest,
     PromptWork,
@@ -118,7 +117,7 @@ class LanguageRunner:
         right. Their next forward is enqueued before the tokens are read (`cluster.engine.ahead`), but for
         those whose masks are late. It is not waited for."""
         ahead, self._in_flight = self._in_flight, None
-        answers = [work.request for work in works if isinstance(work, AnswerWork)]
+        answers = [work for work in works if isinstance(work, LanguageRequest)]
         prompts = [work for work in works if isinstance(work, PromptWork)]
         choices = [(request, choice) for request in answers for choice in request.live_choices]
         self._drawer.begin(choices)
@@ -148,8 +147,8 @@ class LanguageRunner:
         last = iter(logits[num_rows:].clone().split(1) if prompts else ())  # these outlive the step
         scored = iter([() if chunk.scores is None else chunk.scores.found() for chunk in computed])
         return [
-            _answer_result([next(accepted) for _ in work.request.live_choices])
-            if isinstance(work, AnswerWork)
+            _answer_result([next(accepted) for _ in work.live_choices])
+            if isinstance(work, LanguageRequest)
             else WorkResult(logits=next(last) if _is_last(work) else None, prompt_logprobs=next(scored))
             for work in works
         ]
@@ -336,7 +335,7 @@ class LanguageRunner:
         """The embeddings that tokens [start, end) of the prompt show."""
         for item_idx, item in enumerate(work.sequence.prompt.media):
             for token, row, count in item.pieces(start, end):
-                for rows in self._features.rows((work.request.request_id, item_idx), row, row + count):
+                for rows in self._features.rows((work.request_id, item_idx), row, row + count):
                     yield FeatureSlice(token - start, rows)
                     token += len(rows)
 

@@ -26,7 +26,7 @@ class Consumer:
     ttl_s: float  # of a grant that is made for it
     tell: Tell  # reports to the door that asked
     # An encoder of this process brings the item: called when there is room
-    on_room: Callable[[], None] | None = None
+    on_room: Callable[[], None] | None
     is_wanted: bool = True  # False: the item's tokens are expected in the prefix cache
 
 

@@ -37,9 +37,9 @@ from torch import Tensor
 from cluster.engine.sequence import TokenSequence
 from cluster.engine.timing import Stopwatch
 from cluster.types.logprobs import TokenLogprobs
-from cluster.types.messages import FinishReason
-from cluster.types.notices import KvReady
+from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import NUM_PLACES, GenerateRequest, SamplingParams, StopParams
+from cluster.types.transfer import KvReady
 from cluster.worker.outbox import DoorId
 from kv_transfer.lease.prompt_places import PromptPlaces
 from kv_transfer.lease.transfer import OutgoingLease
@@ -333,14 +333,14 @@ class PromptWork:
     sequence: TokenSequence
     num_tokens: int
 
-
-class AnswerWork(msgspec.Struct, frozen=True):
-    """The next token of every live choice, computed in a step with the drafts behind it."""
-
-    request: LanguageRequest
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
 
-Work = PromptWork | AnswerWork
+# A part of a step: the next tokens of a prompt; or, of a request that runs, the next token of every live
+# choice, with the drafts behind it
+Work = PromptWork | LanguageRequest
 
 
 class WorkResult(msgspec.Struct, frozen=True):
@@ -361,5 +361,21 @@ class FirstTokens:
     logprobs: tuple[TokenLogprobs, ...] = ()  # if the request wants them
     complete: frozenset[int] = frozenset()  # choices whose structure is complete with their token
 
-    def finish_reason(self, choice_idx: int, stop: StopParams) -> FinishReason | None:
-        return finish_reason(self.token_ids[choice_idx], 1, stop, choice_idx in self.complete)
+    def events(self, request: LanguageRequest, now: float) -> list[TokenEvent]:
+        """What the door is told: one event per choice. That of choice 0 also says where the request's time
+        went, that of the first choice that is read has the log-probabilities of the prompt."""
+        first_read = next((choice.idx for choice in request.choices if not choice.is_done), 0)
+        prompt_logprobs = tuple(request.main.prompt_logprobs)
+        return [
+            TokenEvent(
+                request.request_id,
+                (token_id,),
+                finish_reason(token_id, 1, request.request.stop, choice_idx in self.complete),
+                request.main.num_cached_tokens,
+                choice_idx,
+                request.stopwatch.timing(now) if choice_idx == 0 else None,
+                logprobs=self.logprobs[choice_idx : choice_idx + 1],
+                prompt_logprobs=prompt_logprobs if choice_idx == first_read else (),
+            )
+            for choice_idx, token_id in enumerate(self.token_ids)
+        ]

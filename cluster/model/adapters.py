@@ -66,7 +66,7 @@ class AdaptedLinear(nn.Module):
 
     def __init__(
         self, base: nn.Linear, path: str, step: StepAdapters, device: torch.device, dtype: torch.dtype,
-        share: Share = WHOLE,
+        share: Share,
     ):  # fmt: skip
         """path: in the text model. device, dtype: of the matrices; the weight of `base` may be known packed
         only, and be on the meta device, or be codes."""

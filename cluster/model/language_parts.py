@@ -88,7 +88,7 @@ class LanguageParts:
     decoder: WholeDecoder | None = None  # runs a step in one call, if one can
     evictable_bytes: int = 0  # of weights in a mapped file that are not locked in memory
     adapters: AdapterSlots | None = None  # that its linears may add; None: there is no room for any
-    collectives: Collectives | None = None  # of a rank
+    collectives: Collectives | None  # of a rank
 
 
 def load_parts(

@@ -25,6 +25,7 @@ from torch import distributed as dist
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightTransform
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig
 
 from cluster.config.checkpoint import check_headers, check_weights, weight_files
@@ -344,11 +345,16 @@ def _reading_class(
     mixers: MixerShares | None,
 ) -> type[PreTrainedModel]:  # fmt: skip
     """`half_class` that calls `begin` when it is known what will be read. `tensors`: loaded in place of those
-    that transformers would take from the weight files; each is read where it is sliced, or touched later."""
+    that transformers would take from the weight files; each is read where it is sliced, or touched later.
+    Constructed without initial values: on the meta device each would be computed in Python, for nothing."""
     if mixers is not None:
         half_class = _divided_class(half_class, mixers)
 
     class ReadHalf(half_class):
+        def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
+            with no_init_weights():
+                super().__init__(config, *args, **kwargs)
+
         @staticmethod
         def _load_pretrained_model(
             model: Any, given: Any, files: Any, how: LoadStateDictConfig, *args: Any

@@ -57,7 +57,7 @@ def read_share(
     dtype: torch.dtype,
     sharding: Sharding,
     *,
-    may_copy: bool = False,
+    may_copy: bool,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Reads this rank's share of the weights. All ranks of the group call it together. may_copy: several
     ranks may have the same KV head. Raises ConfigError."""

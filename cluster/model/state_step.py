@@ -57,7 +57,7 @@ class StepState:
     asks. Nothing waits for the device."""
 
     def __init__(
-        self, layout: StateLayout, kv: BlockMemory, sequences: Sequence[Sequence[StateSpan]] = (),
+        self, layout: StateLayout, kv: BlockMemory, sequences: Sequence[Sequence[StateSpan]],
         recorded: SpanTensors | None = None, adapters: StepAdapters | None = None,
     ):  # fmt: skip
         """sequences: each consists of its spans. recorded: of a recorded step, in the place of these.

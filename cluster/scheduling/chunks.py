@@ -32,12 +32,6 @@ from cluster.scheduling.keys import OrderKey, SchedulingPolicy, Ticket, order_ke
 Span = tuple[int, int]  # [start, end) in prompt tokens; sequences of spans are sorted and disjoint
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    request_id: str
-    num_scheduled_tokens: int
-
-
 @dataclass(eq=False, slots=True)
 class _Prompt:
     """[num_computed, num_ready) can run now. `num_ready` never lies inside an uncut span."""
@@ -64,7 +58,7 @@ class _StepBuilder:
 
     num_left: int
     num_reserved: int
-    chunks: list[Chunk] = field(default_factory=list)
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)  # by request id
 
     def room(self, prompt: _Prompt) -> int:
         return self.num_left if prompt.is_text else self.num_left - self.num_reserved
@@ -74,10 +68,10 @@ class _StepBuilder:
         start = prompt.num_computed
         end = min(prompt.num_ready, start + self.room(prompt))
         if prompt.uncut_spans:
-            end = cut(start, end, prompt.uncut_spans, may_exceed=not self.chunks)
+            end = cut(start, end, prompt.uncut_spans, may_exceed=not self.num_scheduled_tokens)
         if end <= start:
             return
-        self.chunks.append(Chunk(prompt.request_id, end - start))
+        self.num_scheduled_tokens[prompt.request_id] = end - start
         if prompt.is_text:
             self.num_reserved = max(0, self.num_reserved - (end - start))
         self.num_left = max(self.num_left - (end - start), self.num_reserved)
@@ -143,9 +137,9 @@ class ChunkScheduler:
         if prompt is not None:
             self._move(prompt, prompt.num_total, prompt.num_total)
 
-    def schedule(self, max_batch_tokens: int, left_out: Container[str] = ()) -> list[Chunk]:
-        """What runs next: at most one chunk per prompt, and none of the requests in `left_out`. Changes
-        nothing, so the same state gives the same answer.
+    def schedule(self, max_batch_tokens: int, left_out: Container[str] = ()) -> dict[str, int]:
+        """What runs next: the number of tokens of each request that runs, in the order of the step, and none
+        of the requests in `left_out`. Changes nothing, so the same state gives the same answer.
 
         At most `max_batch_tokens` in total. Exception: if the first chunk is one span that may not be cut and
         does not fit with text's share, then only that share runs with it."""
@@ -162,7 +156,7 @@ class ChunkScheduler:
                 break
             if prompt.request_id not in left_out:
                 step.run(prompt)
-        return step.chunks
+        return step.num_scheduled_tokens
 
     def _num_reserved(self, max_batch_tokens: int) -> int:
         """Text's share: no more than text can fill, and at least one token less than the budget, so that

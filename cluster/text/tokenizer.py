@@ -138,7 +138,7 @@ class TextProcessor:
         """`shown_ids`: special tokens that have text all the same."""
         return Detokenizer(self._decode, self.special_ids.difference(shown_ids) if skips_special else ())
 
-    def answer_format(self, family: str = "") -> AnswerSyntax | None:
+    def answer_format(self, family: str) -> AnswerSyntax | None:
         """How the model writes reasoning and calls. None: unknown. `family`: the operator's choice. Reads
         files. Raises ConfigError."""
         if family:

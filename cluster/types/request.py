@@ -160,7 +160,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return NUM_PLACES * state_blocks * len(self.prompts) * len(self.sampling)
 
     def resumed(
-        self, request_id: str, choice_idxs: Sequence[int], token_ids: tuple[int, ...], waited_s: float
+        self, request_id: str, choice_idxs: Sequence[int], token_ids: tuple[int, ...]
     ) -> GenerateRequest:
         """A request for the rest of some choices, each of which has generated `token_ids`. These become part
         of the prompts and are computed again. Drawing continues with the same noise, so the answer is the
@@ -181,7 +181,6 @@ class GenerateRequest(msgspec.Struct, frozen=True):
             sampling=tuple(self.sampling[idx] for idx in choice_idxs),
             stop=stop,
             guidance=guidance,
-            waited_s=waited_s,
             num_prompt_logprobs=None if token_ids else self.num_prompt_logprobs,
         )
 

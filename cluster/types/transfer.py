@@ -112,3 +112,20 @@ class ReceivedGrant(msgspec.Struct, frozen=True):
 
     grant: Grant
     expires_at: float  # by the clock of the writer's host; from then on nothing is posted
+
+
+class WriterNotice(msgspec.Struct, frozen=True, tag=True):
+    """What a writer reports to the owner of the memory that it has written to, through the agents'
+    notifications: the payload of its last one."""
+
+
+class KvReady(WriterNotice, frozen=True):
+    """All KV that travels is written. Payload of prefill's last notification."""
+
+    first_tokens: tuple[int, ...]  # per choice
+    position_deltas: tuple[int, ...]  # per prompt; mRoPE: position = context length + delta; else 0
+    first_recomputed: int | None = None  # index in the prompt; decode computes the KV from this token on
+
+
+class FeaturesReady(WriterNotice, frozen=True):
+    media_hash: str

@@ -30,7 +30,7 @@ class MemoryPlan:
 
     weights: int
     step: int  # the largest intermediate tensors of one step
-    features: int = 0  # embeddings: the memory that encoders write into, the cache in an encoder
+    features: int  # embeddings: the memory that encoders write into, the cache in an encoder
     kv_per_token: int = 0
     num_kv_tokens: int = 0  # 0 in encoders
     wire: int = 0  # KV that travels coded

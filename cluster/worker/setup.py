@@ -42,7 +42,7 @@ class WorkerSetup:
     # shared with the workers of this host that run on its cores; None: on a GPU
     cpu_slots_folder: Path | None
     late_memory: LateMemory
-    hang_timeout_s: float = 60.0  # see `cluster.pulse`
+    hang_timeout_s: float  # see `cluster.pulse`
 
 
 def set_up(

@@ -35,7 +35,7 @@ class SpeedReporter:
         prefill: StepFit | None = None,
         decode: StepFit | None = None,
         max_step_units: int = 0,
-        links: Callable[[], Mapping[str, Link]] = dict,
+        links: Callable[[], Mapping[str, Link]],
         codecs: Mapping[str, CodecSpeed] = NO_CODECS,
     ):
         """The fits belong to the engine; see `ServiceCurves` for what each describes. `links`: to every

@@ -1,15 +1,14 @@
 """The cluster in virtual time.
 
-The doors' request flow, placement, admission, the order of work and the steps of prompts are the real objects
-(`router.flow`, `router.policy`, `router.admission`, `cluster.scheduling`, `cluster.engine.planner`,
-`encoder_service.scheduler`); devices, links, caches and memory are models whose durations come from curves
-(`hardware`). Everything runs on one thread from one heap of events (`events`), and a run follows from its
-seed alone. torch is not loaded.
+The doors' request flow, placement and admission, and the workers' engines with their block pools, caches,
+leases and messages, are the real objects (`router`, `cluster.engine`, `encoder_service`); devices, links and
+the clock are models whose durations come from curves (`hardware`). Everything runs on one thread from one
+heap of events (`events`), and a run follows from its seed alone.
 
-A request: `workload` makes it, `client` asks a door for it, `door` drives the router's flow, `encoder` and
-`language` compute it by turns of their `device`, `answers` are generated, `outcome` says what became of it.
-Doors and workers exchange the cluster's real messages (`cluster.types.messages`); `attempt` is what the
-workers keep of one attempt. `simulation` puts it together, `layouts` says which workers there are, `results`
-condenses the outcomes, `planner` searches for the best layout. Experiments, policies to compare with and the
-comparison with a live run are in `bench.router`.
+A request: `workload` makes it, `client` asks a door for it, `door` drives the router's flow, and the engines
+of a `worker` compute it (`encoder`, `language`), over runners that spend the time of their `device`. Doors
+and workers exchange the cluster's real messages (`network`), workers bytes over links (`transfer`).
+`simulation` puts it together, `layouts` says which workers there are, `results` says what became of the
+requests, `planner` searches for the best layout. Experiments, policies to compare with and the comparison
+with a live run are in `bench.router`.
 """

@@ -9,7 +9,7 @@ from cluster.kvcache.hashing import block_hashes
 from cluster.types.media import MediaGeometry, MediaItem, PlacedMedia
 from cluster.types.messages import TokenEvent
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from deploy.simulator.outcome import Outcome
+from deploy.simulator.results import Outcome
 from deploy.simulator.workload import Item, SimRequest
 from router.flow.state import ClientRequest
 from router.policy import Prediction

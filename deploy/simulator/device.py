@@ -14,7 +14,6 @@ import torch
 
 from cluster.engine.state import (
     AnswerChoice,
-    AnswerWork,
     FirstTokens,
     LanguageRequest,
     PromptWork,
@@ -105,7 +104,7 @@ class SimRunner:
         return 0.0 if curve is None else self.device.slowdown * curve.fixed_s
 
     def plan(self, began_at: float) -> Rest | None:
-        """See `RestingEngine`."""
+        """Steps of the same answers, from `began_at` on. None: there are fewer than two."""
         num = len(self._answering)
         if num == 0:
             return None
@@ -118,7 +117,7 @@ class SimRunner:
         return Rest(began_at, num_steps, first_s, second_s - first_s)
 
     def max_steps(self) -> int:
-        """See `RestingEngine`."""
+        """How many steps of these answers there is memory for, from the beginning of the rest on."""
         num = max(1, len(self._answering))
         return self._blocks.num_free // num * self._blocks.block_size
 
@@ -127,7 +126,7 @@ class SimRunner:
         return len(self._answering) * -(-num_steps // self._blocks.block_size)
 
     def make_up(self, rest: Rest, num_steps: int) -> None:
-        """See `RestingEngine`."""
+        """The next step of the engine is so many of these."""
         self._rest = rest, num_steps
 
     # As `LanguageRunner`
@@ -146,7 +145,7 @@ class SimRunner:
 
     def run(self, works: Sequence[Work], on_layer: Any, then: Sequence[AnswerChoice]) -> list[WorkResult]:
         prompts = [work for work in works if isinstance(work, PromptWork)]
-        requests = [work.request for work in works if isinstance(work, AnswerWork)]
+        requests = [work for work in works if isinstance(work, LanguageRequest)]
         if self._rest is not None:
             (rest, num_steps), self._rest = self._rest, None
             self._slots.num_steps = num_steps
@@ -166,7 +165,7 @@ class SimRunner:
         self.has_freed = len(self._answering) < len(requests)
         for request in requests:
             request.choices[0].drop_drafts()
-        return [WorkResult(tokens) if isinstance(work, AnswerWork) else WorkResult() for work in works]
+        return [WorkResult(tokens) if isinstance(work, LanguageRequest) else WorkResult() for work in works]
 
     def first_tokens(self, requests: Sequence[LanguageRequest]) -> list[FirstTokens]:
         return [FirstTokens(ONE_TOKEN) for _ in requests]

@@ -22,12 +22,12 @@ from cluster.config.settings import AdmissionArgs
 from cluster.errors import InternalError, OverloadedError
 from cluster.types.messages import AnyMessage, Ping, Pong
 from deploy.simulator.client import SimClient, make_client, name_of
-from deploy.simulator.placer import UNLIMITED, SimPlacer
 from deploy.simulator.spec import WorkerSpec, member
 from deploy.simulator.workload import SimRequest
 from router.admission.controller import AdmissionController
-from router.admission.queue import AdmissionQueue
+from router.admission.queue import AdmissionQueue, Capacity, Reported
 from router.flow.outputs import Deliver, Drained, Output, Send
+from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
 from router.policy import ClusterView, Policy
 from router.scaling import DoorReport
@@ -35,6 +35,22 @@ from router.scaling.report import door_report
 
 if TYPE_CHECKING:
     from deploy.simulator.simulation import Simulation
+
+UNLIMITED, NO_LOAD = Capacity(1e9, 1e9, 1 << 60), Reported()  # every request is admitted at once
+
+
+class SimPlacer(Placer):
+    """It admits every request at once where there is no admission (`has_admission`)."""
+
+    def __init__(self, policy: Policy, cluster: ClusterView, block_size: int, has_admission: bool):
+        super().__init__(policy, cluster, block_size)
+        self._has_admission = has_admission
+
+    def capacity(self) -> Capacity:
+        return super().capacity() if self._has_admission else UNLIMITED
+
+    def reported(self) -> Reported:
+        return super().reported() if self._has_admission else NO_LOAD
 
 
 class SimDoor:

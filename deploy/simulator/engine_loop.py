@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cluster.worker.loop import Engine
 from deploy.simulator.events import EventLoop, VirtualClock
+
+if TYPE_CHECKING:
+    from deploy.simulator.language import SimLanguage
 
 Call = tuple[Callable[..., None], tuple[Any, ...]]  # a function, and its arguments
 
@@ -45,36 +48,8 @@ class Rest:
         return max(1, min(self.num_steps, math.ceil(steps - 1e-9)))
 
 
-class RestingEngine(Protocol):
-    """An engine, with its device, that may rest."""
-
-    def may_take(self, calls: Sequence[Call], num_steps: int) -> bool:
-        """Whether these are calls, if any, by which requests enter whose prompts others compute, and they
-        leave the memory that so many steps need."""
-        ...
-
-    def admit(self) -> bool:
-        """Takes in what has come. Whether only answers are to be generated all the same."""
-        ...
-
-    def plan(self, began_at: float) -> Rest | None:
-        """What the engine does from `began_at` on, when a step is over, if nothing comes. None: it may be
-        more than steps of the same answers."""
-        ...
-
-    def max_steps(self) -> int:
-        """How many steps of these answers there is memory for, from the beginning of the rest on."""
-        ...
-
-    def make_up(self, rest: Rest, num_steps: int) -> None:
-        """The next step of the engine is so many of these."""
-        ...
-
-
 class EngineLoop:
-    def __init__(
-        self, loop: EventLoop, clock: VirtualClock, engine: Engine, resting: RestingEngine | None = None
-    ):
+    def __init__(self, loop: EventLoop, clock: VirtualClock, engine: Engine, resting: SimLanguage | None):
         """`resting`: of an engine that may rest."""
         self._loop, self._clock, self._engine, self._resting = loop, clock, engine, resting
         self._calls: deque[Call] = deque()
@@ -141,7 +116,7 @@ class EngineLoop:
         elif wait_s is not None and wait_s != math.inf:
             self._run_at(self.busy_until + wait_s)
 
-    def _goes_on(self, resting: RestingEngine, rest: Rest, at: float) -> bool:
+    def _goes_on(self, resting: SimLanguage, rest: Rest, at: float) -> bool:
         """Whether the engine rests on, or again, after it has taken in what has come."""
         num_steps = rest.steps_at(at)
         if not resting.may_take(self._calls, num_steps):
@@ -155,7 +130,7 @@ class EngineLoop:
                 return False
         if is_over:
             self._rest = resting.plan(at)
-        elif (most := min(rest.num_steps, resting.max_steps())) > num_steps:
+        elif (most := min(rest.num_steps, resting.runner.max_steps())) > num_steps:
             self._rest = replace(rest, num_steps=most)
         else:
             return False
@@ -173,7 +148,7 @@ class EngineLoop:
         """The rest is over, after so many steps: they are the engine's next one."""
         self._rest = None
         if self._resting is not None:
-            self._resting.make_up(rest, num_steps)
+            self._resting.runner.make_up(rest, num_steps)
         with self._clock.at(rest.began_at):
             self._engine.step()
 

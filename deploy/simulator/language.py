@@ -107,9 +107,11 @@ class SimLanguage:
         limit_s = self._process.policy.prompt_pause_s + self.runner.fixed_s if num_answers else math.inf
         return self.engine.planner.budget.max_tokens(0.0, limit_s)
 
-    # What `RestingEngine` says
+    # How it may rest (`EngineLoop`)
 
     def may_take(self, calls: Sequence[Call], num_steps: int) -> bool:
+        """Whether these are calls, if any, by which requests enter whose prompts others compute, and they
+        leave the memory that so many steps need."""
         num_blocks = self.runner.num_blocks_for(num_steps)
         for function, args in calls:
             if function != self.engine.start or isinstance(args[1], StartPrefill) or args[1].prefills:
@@ -118,15 +120,12 @@ class SimLanguage:
         return num_blocks <= self.blocks.num_free
 
     def admit(self) -> bool:
+        """Takes in what has come. Whether only answers are to be generated all the same."""
         self.engine.admit()
         self.runner.has_freed = False
         return not self.engine.planner.has_runnable
 
     def plan(self, began_at: float) -> Rest | None:
+        """What the engine does from `began_at` on, when a step is over, if nothing comes. None: it may be
+        more than steps of the same answers."""
         return None if self.runner.has_freed else self.runner.plan(began_at)
-
-    def max_steps(self) -> int:
-        return self.runner.max_steps()
-
-    def make_up(self, rest: Rest, num_steps: int) -> None:
-        self.runner.make_up(rest, num_steps)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.messages import AnyMessage, ChannelMessage, GrantPassed, Measured
 from cluster.worker.outbox import DoorId, Outbox
 from deploy.simulator.device import Device, DeviceSlots, Noise
-from deploy.simulator.engine_loop import EngineLoop, RestingEngine
+from deploy.simulator.engine_loop import EngineLoop
 from deploy.simulator.events import EventLoop, VirtualClock
 from deploy.simulator.hardware import Model
 from deploy.simulator.network import Network
 from deploy.simulator.spec import WorkerSpec
 from deploy.simulator.transfer import SimTransfer
 from kv_transfer.lease.events import LeaseEvent
+
+if TYPE_CHECKING:
+    from deploy.simulator.language import SimLanguage
 
 
 class World:
@@ -33,7 +36,7 @@ class Seat:
         self._process = process
         self.outbox = Outbox(process.deliver)
         self.cpu_slots = DeviceSlots(process.clock)
-        self.resting: RestingEngine | None = None  # of an engine that may rest
+        self.resting: SimLanguage | None = None  # of an engine that may rest
 
     def attach(self, engine: Any) -> None:
         self.engine = engine

@@ -1,4 +1,5 @@
-"""What came out of a run, in numbers; and of several runs, with confidence intervals. Pure."""
+"""What became of the requests of a run, each and in numbers; and of several runs, with confidence intervals.
+Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +8,30 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from deploy.simulator.outcome import Outcome
 from deploy.simulator.workload import SimRequest
+from router.policy import Prediction
 
 WARM_UP_SHARE = 0.1  # of the requests, in order of arrival, do not count
 # Two-sided 95 % quantiles of Student's t with n - 1 degrees of freedom, for n values.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one request. Instants are seconds of the run, durations are seconds. A request without a
+    first token has zeros."""
+
+    request: SimRequest
+    status: str  # finished, refused (by admission), failed
+    waited_s: float = 0.0  # at the door, for admission
+    ttft_s: float = 0.0
+    second_s: float = 0.0  # arrival to the second token
+    finished_at: float
+    tpot_s: float = 0.0
+    num_attempts: int = 1
+    num_cached: int = 0  # prompt tokens
+    decided_ttft_s: float = 0.0  # start of the first attempt to the first token
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True)

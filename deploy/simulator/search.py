@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.scheduling.keys import SchedulingPolicy
 from deploy.simulator.hardware import Model
-from deploy.simulator.outcome import Outcome
-from deploy.simulator.results import Misses, Slo, Summary, keeps, summarise
+from deploy.simulator.results import Misses, Outcome, Slo, Summary, keeps, summarise
 from deploy.simulator.simulation import SCHEDULING, MakePolicy, Simulation
 from deploy.simulator.spec import WorkerSpec
 from deploy.simulator.workload import Workload

@@ -17,8 +17,8 @@ from deploy.simulator.door import SimDoor
 from deploy.simulator.events import EventLoop, VirtualClock
 from deploy.simulator.hardware import Model
 from deploy.simulator.network import NETWORK_S, Network
-from deploy.simulator.outcome import Outcome
 from deploy.simulator.process import World
+from deploy.simulator.results import Outcome
 from deploy.simulator.spec import WorkerSpec
 from deploy.simulator.worker import SimWorker
 from deploy.simulator.workload import SimRequest

@@ -67,7 +67,7 @@ class Codec:
         self.block_size = kv_layout.segments[0].rows
         self.blocks_per_group = GROUP_TOKENS // self.block_size
         self._native = native_code.load() if native == "auto" else native
-        self._planes = self._plane_table()
+        self.planes = self._plane_table()
         self._table: tuple[BlockMemory, BlockMemory, SegmentTable] | None = None
 
     def job(
@@ -147,7 +147,7 @@ class Codec:
         if self._table is None or self._table[:2] != (kv, wire):
             from kv_transfer.codecs.triton_codec import SegmentTable
 
-            self._table = kv, wire, SegmentTable(kv, wire, self._planes, BITS[self.name])
+            self._table = kv, wire, SegmentTable(kv, wire, self.planes, BITS[self.name])
         return self._table[2]
 
     def _call_native(
@@ -157,7 +157,7 @@ class Codec:
         wire: BlockMemory,
         job: CodingJob,
     ) -> None:
-        planes = self._planes[job.layers]
+        planes = self.planes[job.layers]
         planes[..., 0] = kv.base_address + kv.num_blocks * planes[..., 0]
         planes[..., 1:3] = wire.base_address + wire.num_blocks * planes[..., 1:3]
         call = native_code.CodecCall(

@@ -62,7 +62,7 @@ def digest_grant(grant: Grant) -> bytes:
     return digest.digest()
 
 
-def contract_of(memory: BlockMemory, model: str, codec: str = "raw") -> Contract:
+def contract_of(memory: BlockMemory, model: str, codec: str) -> Contract:
     segments = memory.layout.segments
     dtypes = tuple(dict.fromkeys(str(segment.dtype).removeprefix("torch.") for segment in segments))
     return Contract(PROTOCOL, model, segments[0].rows, dtypes, codec, memory.layout.fingerprint)

@@ -68,7 +68,6 @@ from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.envelope import Envelope, NoticeKind, decode, digest_grant
 from kv_transfer.lease.events import Aborted, Completed, Expired, LateWrite, LeaseEvent
 from kv_transfer.lease.memories import IncomingMemory
-from kv_transfer.lease.processes import has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -109,13 +108,13 @@ class Receiver:
         agent: Agent,
         memory: BlockMemory,
         clock: Clock,
-        margin_s: float = 5.0,
-        model: str = "",
-        wire: Wire | None = None,
-        has_ended: Callable[[ProcessId], bool] = has_ended,
+        margin_s: float,
+        model: str,
+        wire: Wire | None,
+        has_ended: Callable[[ProcessId], bool],
     ):
         """Every other memory of the agent must be registered before, because the metadata in grants is read
-        once, here. `model`, `wire`: see `TransferEngine`."""
+        once, here. `model`, `wire`, `has_ended`: see `TransferEngine`."""
         self._agent = agent
         self._incoming = IncomingMemory(agent, memory, model, wire)
         self._clock = clock

@@ -117,6 +117,9 @@ class Attempts(Mapping[str, Attempt]):
         with self._context.isolated(attempt):
             self._send_first(attempt, view, decision, now)
         self.advance(attempt, now)
+        for idx, client_idx in enumerate(choice_idxs):
+            if not client.choices[client_idx].is_open:  # it was closed before
+                self.close(attempt, idx, now)
 
     def close(self, attempt: Attempt, choice_idx: int, now: float) -> None:
         """The choice is not read any more."""
@@ -125,12 +128,6 @@ class Attempts(Mapping[str, Attempt]):
         if not attempt.has_landed and not attempt.is_over and not choice.is_finished:
             self._context.send(attempt.decode, Cancel(attempt.request_id, choice_idx), attempt)
         self.advance(attempt, now)
-
-    def close_unread(self, client: ClientRequest, choice_idxs: Sequence[int], now: float) -> None:
-        """These choices have an attempt now. Those that were closed before are not read in it either."""
-        for choice in (client.choices[idx] for idx in choice_idxs):
-            if not choice.is_open and choice.attempt is not None:
-                self.close(choice.attempt, choice.idx, now)
 
     def check_barred(self, client: ClientRequest, now: float) -> None:
         """Raises QuarantinedError."""

@@ -88,7 +88,7 @@ class Continuation:
         client_idxs = [attempt.choice_idxs[idx] for idx in choice_idxs]
         client.count_attempt()
         try:
-            rest = attempt.request.resumed(request_id, choice_idxs, token_ids, 0.0)
+            rest = attempt.request.resumed(request_id, choice_idxs, token_ids)
         except Exception as error:  # it concerns these choices alone
             return self._context.fail_choices(client, client_idxs, error)
         self.start(client, rest, client_idxs, now)
@@ -123,10 +123,8 @@ class Continuation:
             self._attempts.check_barred(client, now)
             request = msgspec.structs.replace(rest, waited_s=client.waited_s(now))
             hashes = block_hashes(request.prompt, self._placer.block_size)
-            view = self._placer.view(request, client.items, hashes, client.avoided)
-            decision = self._placer.decide(view, now)
+            view, decision = self._placer.decide(client, request, hashes, now)
             self._attempts.start(client, request, choice_idxs, view, decision, now)
-            self._attempts.close_unread(client, choice_idxs, now)
         except UnavailableError as error:
             for idx in choice_idxs:
                 client.choices[idx].go_on_in(None)

@@ -3,7 +3,7 @@ what came of it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cluster.kvcache.hashing import snapshot_key
 from cluster.types.media import MediaItem
@@ -79,20 +79,23 @@ class Placer:
         elif isinstance(message, AdaptersHeld):
             self.cluster.adapters_changed(replica_id, message.held)
 
-    def decide(self, view: RequestView, now: float) -> Decision:
-        """Where the request goes. Charges nothing. Raises ClusterError if no worker can serve it."""
-        return self._policy.decide(view, self.cluster, now)
+    def decide(
+        self, client: ClientRequest, request: GenerateRequest, hashes: Sequence[bytes], now: float
+    ) -> tuple[RequestView, Decision]:
+        """Where the client's request goes, or, as `request`, the rest of some of its choices; and what the
+        policy saw of it. `hashes`: one per full block of the prompt. Charges nothing. Raises ClusterError if
+        no worker can serve it."""
+        view = self._view(client, request, hashes)
+        return view, self._policy.decide(view, self.cluster, now)
 
-    def ticket(
-        self, client: ClientRequest, prediction: Prediction, class_name: Callable[[int], str]
-    ) -> AdmissionTicket:
-        """What admission must know of a request; `class_name`: of a priority."""
+    def ticket(self, client: ClientRequest, prediction: Prediction, class_name: str) -> AdmissionTicket:
+        """What admission must know of a request of this class."""
         request = client.request
         encode_s = sum(item.work_s for item in prediction.items)
         return AdmissionTicket(
             request_id=request.request_id,
             tenant=client.tenant,
-            class_name=class_name(request.priority),
+            class_name=class_name,
             is_text=not client.items,
             work_s=prediction.work_s + encode_s,
             num_blocks=self._expected_blocks(request),
@@ -176,15 +179,9 @@ class Placer:
         num_states = request.num_state_blocks(self._state_blocks)
         return request.num_prompt_blocks(self.block_size) + num_answer_blocks + num_states
 
-    def view(
-        self,
-        request: GenerateRequest,
-        items: Sequence[MediaItem],
-        hashes: Sequence[bytes],
-        avoided: frozenset[str] = frozenset(),
-    ) -> RequestView:
+    def _view(self, client: ClientRequest, request: GenerateRequest, hashes: Sequence[bytes]) -> RequestView:
         """A prompt that is scored uses no cached prefix."""
-        prompt, guidance = request.prompt, request.guidance
+        prompt, guidance, items = request.prompt, request.guidance, client.items
         hashes = hashes if request.num_prompt_logprobs is None else ()
         return RequestView(
             request_id=request.request_id,
@@ -200,7 +197,7 @@ class Placer:
             priority=request.priority,
             waited_s=request.waited_s,
             adapter=prompt.adapter,
-            avoided=avoided,
+            avoided=client.avoided,
         )
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
@@ -71,7 +71,6 @@ class RequestFlow:
             self.attempts.on_silent,
         )
         self._clients: dict[str, ClientRequest] = {}  # that wait or run
-        self._waiting: dict[str, RequestView] = {}  # of requests that wait for admission
         self.continuation = Continuation(self._context, self.attempts)
         self._unplaced = self.continuation.unplaced
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are dropped late
@@ -117,7 +116,7 @@ class RequestFlow:
     @property
     def is_idle(self) -> bool:
         """Nothing is kept of any request."""
-        is_any_left = self._clients or self._waiting or self._unplaced or not self.attempts.is_idle
+        is_any_left = self._clients or self._unplaced or not self.attempts.is_idle
         return not is_any_left and self._admission.is_idle and self._cluster.is_idle
 
     @property
@@ -262,12 +261,10 @@ class RequestFlow:
         try:
             self.attempts.check_barred(client, now)
             self._report()
-            view = self._placer.view(client.request_at(now), client.items, client.hashes)
-            decision = self._placer.decide(view, now)
-            ticket = self._placer.ticket(client, decision.prediction, self._admission.class_name)
-            self._waiting[client.request_id] = view
-            if self._admission.offer(ticket, now):
-                self._begin(client, decision, now)
+            view, decision = self._placer.decide(client, client.request_at(now), client.hashes, now)
+            class_name = self._admission.class_name(client.request.priority)
+            if self._admission.offer(self._placer.ticket(client, decision.prediction, class_name), now):
+                self._begin(client, (view, decision), now)
         except Exception as error:  # it concerns this request alone
             self._not_begun(client, error)
 
@@ -276,7 +273,6 @@ class RequestFlow:
         try:
             if not isinstance(error, UnavailableError):
                 raise error
-            self._waiting.pop(client.request_id, None)
             self._admission.leave(client.request_id)
             all_choices = range(len(client.choices))
             self._unplaced.add(Unplaced(client, client.request, all_choices, error))
@@ -295,20 +291,17 @@ class RequestFlow:
             else:
                 self._offer(work.client, now)
 
-    def _begin(self, client: ClientRequest, decision: Decision | None, now: float) -> None:
-        """The request is admitted. `decision`: None if it has waited, for the cluster has changed. Raises
+    def _begin(self, client: ClientRequest, decided: tuple[RequestView, Decision] | None, now: float) -> None:
+        """The request is admitted. `decided`: None if it has waited, for the cluster has changed. Raises
         ClusterError."""
-        view = self._waiting.pop(client.request_id)
         self.attempts.check_barred(client, now)
         client.started_at = now
         request = client.request_at(now)
-        view = replace(view, waited_s=request.waited_s)
-        decision = decision or self._placer.decide(view, now)
+        view, decision = decided or self._placer.decide(client, request, client.hashes, now)
         self._watch.begin(now)
         client.count_attempt()
         self.attempts.start(client, request, range(len(client.choices)), view, decision, now)
         self._set_first_deadline(client)
-        self.attempts.close_unread(client, range(len(client.choices)), now)
 
     def _settle(self, now: float) -> None:
         """At the end of every call: admission may admit or refuse waiting requests."""
@@ -328,7 +321,6 @@ class RequestFlow:
     def _forget(self, client: ClientRequest) -> None:
         """The request has ended, or none of it is read any more."""
         self._clients.pop(client.request_id, None)
-        self._waiting.pop(client.request_id, None)
         self._unplaced.forget(client)
         with logged():
             self._admission.leave(client.request_id)

@@ -158,7 +158,7 @@ def check_json_type(request: Request) -> None:
 
 
 async def read_body(
-    request: Request, limits: Limits, lease: BodyLease, timeout_s: float, *, is_json: bool = True
+    request: Request, limits: Limits, lease: BodyLease, timeout_s: float, *, is_json: bool
 ) -> bytes:
     """Reads the whole body. `is_json`: false for a form, whose file may be any bytes. Raises RequestError if
     it is too large or slow, OverloadedError if there is no room, ClientGoneError if it ends early."""

@@ -20,7 +20,7 @@ PREFIX_TOKENS = 128  # at the end of a prompt: more than templates write after t
 
 
 class AnswerFormats:
-    def __init__(self, text: TextProcessor, family: str = ""):
+    def __init__(self, text: TextProcessor, family: str):
         """`family`: the operator's choice; empty if there is none. Raises ConfigError."""
         self._text = text
         self._own = text.answer_format(family)

@@ -15,7 +15,7 @@ from cluster.text.chat import NO_OPTIONS, ChatMedia, ChatMessage, ChatOptions, L
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
-from router.calls import ChatCall, GuidanceRules, MediaNote
+from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaNote
 from router.overlong import too_long_prompt
 from router.prompts.media import Content, MeasuredItem, MediaPlanner
 from router.prompts.media_budget import ReductionReason
@@ -30,7 +30,7 @@ class PreparedPrompt:
     prompt: Prompt
     items: tuple[MediaItem, ...]
     block_hashes: Sequence[bytes]
-    guidance: Guidance | None = None
+    guidance: Guidance | None
     media_notes: Sequence[MediaNote] = ()  # changes to items that the client did not ask for
     audio_s: float = 0.0  # seconds of sound in all items
     release: Callable[[], None] = lambda: None  # to be called when the request has ended
@@ -91,18 +91,14 @@ class PromptBuilder:
         prepared = self._prepared(prompt, items, call.guidance, notes, call.options)
         return replace(prepared, audio_s=self._media.audio_s(measured))
 
-    def completion(
-        self,
-        prompt: str | tuple[int, ...],
-        guidance: GuidanceRules | None = None,
-        cache_salt: str = "",
-        adapter: str = "",
-    ) -> PreparedPrompt:
+    def completion(self, call: CompletionCall, prompt: str | tuple[int, ...]) -> PreparedPrompt:
+        """Builds one of the call's prompts. Raises as `chat` does. Blocks: tokenises."""
         if isinstance(prompt, str):
             token_ids = self._text.text_prompt(prompt)
         else:
             token_ids = self._text.checked_prompt(prompt)
-        return self._prepared(Prompt(tuple(token_ids), (), cache_salt, adapter=adapter), (), guidance)
+        found = Prompt(tuple(token_ids), cache_salt=call.cache_salt, adapter=call.adapter)
+        return self._prepared(found, (), call.guidance)
 
     def _expanded(
         self,

@@ -14,6 +14,7 @@ Thread-safe.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,6 @@ import msgspec
 
 from cluster.errors import ContextLengthError, MediaError, RequestError, UnsupportedError
 from cluster.media.fetch import FetchedMedia
-from cluster.media.hashing import media_hash
 from cluster.media.opener import Surveyed
 from cluster.media.processor import MediaProcessor
 from cluster.media.settings import item_name, naming
@@ -32,6 +32,8 @@ from cluster.media.survey import probe_of
 from cluster.types.media import MediaGeometry, MediaItem, MediaLayout, MediaOptions, MediaProbe, Modality
 from router.calls import MediaNote, MediaRules
 from router.prompts.media_budget import Reduction, ReductionReason, fit
+
+_in_order = msgspec.json.Encoder(order="deterministic")
 
 
 @dataclass(frozen=True)
@@ -310,3 +312,12 @@ def _note(item: MeasuredItem, reason: ReductionReason) -> MediaNote:
     return MediaNote(
         item.item_idx, item.modality, reason, item.num_tokens, num_frames, item.options.max_pixels
     )
+
+
+def media_hash(
+    modality: Modality, digest: bytes, settings_fingerprint: str, options: MediaOptions, tenant: str
+) -> str:
+    """The key of an item in every cache: hex SHA-256. `digest` is the SHA-256 of the item's bytes. Items of
+    different tenants never share a hash."""
+    meaning = _in_order.encode((modality, settings_fingerprint, options, tenant))
+    return hashlib.sha256(digest + meaning).hexdigest()

@@ -5,7 +5,7 @@ no clock, no I/O. The controller of Ray Serve and the simulator run the same obj
 
 `report` makes the report of a door, `snapshot` has the values, `demand` turns the doors' totals into workers
 that each phase needs, `phases` divides workers of several phases, `scaler` decides. `deploy.serving.scaling`
-feeds it under Ray Serve, `deploy.simulator.scaled` in virtual time."""
+feeds it under Ray Serve, `bench.router.scaled_pools` in virtual time."""
 
 from router.scaling.scaler import Scaler, ScalingDecision, ScalingSettings
 from router.scaling.snapshot import DoorReport, PoolState, Snapshot

@@ -13,7 +13,6 @@ from cluster.engine.features import FeatureStore
 from cluster.engine.speculation import accept
 from cluster.engine.state import (
     AnswerChoice,
-    AnswerWork,
     FirstTokens,
     LanguageRequest,
     PromptWork,
@@ -30,8 +29,8 @@ def prompts_in(works: Sequence[Work]) -> list[PromptWork]:
     return [work for work in works if isinstance(work, PromptWork)]
 
 
-def answers_in(works: Sequence[Work]) -> list[AnswerWork]:
-    return [work for work in works if isinstance(work, AnswerWork)]
+def answers_in(works: Sequence[Work]) -> list[LanguageRequest]:
+    return [work for work in works if isinstance(work, LanguageRequest)]
 
 
 class ScriptedRunner:
@@ -87,7 +86,7 @@ class ScriptedRunner:
         if answers:
             self._on_answers()
         news = {choice: len(choice.drafts) + 1 for choice in then}
-        results = [WorkResult(tokens=self.answer(work.request)) for work in answers]
+        results = [WorkResult(tokens=self.answer(request)) for request in answers]
         self._in_flight = [
             (
                 list(sequence.block_table),
@@ -124,7 +123,7 @@ class ScriptedRunner:
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + work.num_tokens
         for item_idx, item in enumerate(prompt.media):
             for _, row, count in item.pieces(start, end):
-                rows = self._features.rows((work.request.request_id, item_idx), row, row + count)
+                rows = self._features.rows((work.request_id, item_idx), row, row + count)
                 expected = [item_value(item.media_hash, i) for i in range(row, row + count)]
                 assert torch.cat(rows).flatten().tolist() == expected
         check_tokens(self.kv, sequence.block_table, prompt, start)

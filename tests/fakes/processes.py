@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from itertools import chain
 from multiprocessing import Pipe
@@ -37,6 +38,19 @@ def call_with(environment: dict[str, str], module: str, name: str, *arguments: A
     """In a child: a function of a module that is imported after the environment has changed."""
     os.environ.update(environment)
     getattr(importlib.import_module(module), name)(*arguments)
+
+
+def import_without(missing: Collection[str], modules: Iterable[str]) -> None:
+    """In a child: as if `missing` were not installed. Of a module that needs a GPU, all imports come before
+    it says so."""
+    assert not {*missing} & {*sys.modules}, "loaded before the child was forked"
+    sys.modules |= dict.fromkeys(missing)  # type: ignore[arg-type]
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            if "there is no GPU here" not in str(error):
+                raise
 
 
 def results_of_ranks(

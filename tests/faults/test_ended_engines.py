@@ -69,7 +69,7 @@ def test_what_a_failed_step_has_enqueued_ends_before_its_blocks_are_free() -> No
     run, waits = engine.runner.run, []
 
     def failing(works: Any, *args: Any) -> Any:
-        if any(work.request.request_id == "text" for work in works):
+        if any(work.request_id == "text" for work in works):
             raise Fault
         return run(works, *args)
 

@@ -14,7 +14,6 @@ import pytest
 
 from cluster.engine import engine as language_engine
 from cluster.engine import intake
-from cluster.engine.state import AnswerWork, PromptWork
 from cluster.types.messages import Cancel
 from cluster.worker.blame import UNEXPECTED
 from tests.fakes.engines import Rig
@@ -181,8 +180,7 @@ def of(request_id: str) -> Callable[..., bool]:
     """Whether a step, of either engine, computes something for the request."""
 
     def is_in(batch: Any, *_: Any) -> bool:
-        requests = [part.request if isinstance(part, PromptWork | AnswerWork) else part for part in batch]
-        return any(request.request_id == request_id for request in requests)
+        return any(part.request_id == request_id for part in batch)
 
     return is_in
 

@@ -23,7 +23,8 @@ CONFIGS: dict[str, hf.PretrainedConfig] = {
         linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
     ),
     "lfm2": hf.Lfm2Config(**_LAYERS, layer_types=["conv", "conv", "full_attention", "conv"]),
-    "falcon_h1": hf.FalconH1Config(**_LAYERS, **_MAMBA, mamba_d_ssm=128),
+    # each of its layers has attention and a mixer
+    "falcon_h1": hf.FalconH1Config(**{**_LAYERS, "num_hidden_layers": 2}, **_MAMBA, mamba_d_ssm=128),
 }  # fmt: skip
 # Of other kinds of mixers: what kernels compute is compared with `generate`
 OTHERS: dict[str, hf.PretrainedConfig] = {

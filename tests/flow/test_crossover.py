@@ -18,6 +18,7 @@ from cluster.ids import new_request_id
 from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.progress import Progress
 from tests.fakes.slow_params import often
@@ -134,7 +135,9 @@ async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, p
             cluster.let_prefill_locally(lambda _, local=prefills_locally: local)
             for stop in stops:
                 request = GenerateRequest(new_request_id(), Prompt(prompts[3]), (GREEDY,), stop)
-                (stream,) = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
+                (stream,) = cluster.door.dispatcher.generate(
+                    ClientRequest(request, (), (), RequestTimeline(0.0))
+                )
                 events = [event async for event in stream]
                 got.append(([t for e in events for t in e.token_ids], events[-1].finish_reason))
     assert got[:3] == got[3:]
@@ -147,7 +150,7 @@ async def test_the_first_token_tells_how_long_the_prompt_took(folder, prompts):
         cluster.let_prefill_locally()
         request = GenerateRequest(new_request_id(), Prompt(prompts[-1]), (GREEDY,), StopParams(3))
         started_at = asyncio.get_running_loop().time()
-        (stream,) = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
+        (stream,) = cluster.door.dispatcher.generate(ClientRequest(request, (), (), RequestTimeline(0.0)))
         first, *others = [event async for event in stream]
         passed_s = asyncio.get_running_loop().time() - started_at
         curve = cluster.decodes[0].engine.planner.budget.fit.curve()

@@ -20,6 +20,7 @@ from cluster.ids import new_request_id
 from cluster.model.draft_head import DraftHead
 from cluster.model.hidden_rows import HiddenRows
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.draft_heads import save_eagle3, save_with_mtp
@@ -150,7 +151,7 @@ async def guided_answer(cluster: LocalCluster, prompt: tuple[int, ...]) -> None:
     request = GenerateRequest(
         new_request_id(), Prompt(prompt), (GREEDY,) * 2, StopParams(NUM_TOKENS), guidance=guidance
     )
-    for stream in cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0)):
+    for stream in cluster.door.dispatcher.generate(ClientRequest(request, (), (), RequestTimeline(0.0))):
         assert sum([len(event.token_ids) async for event in stream]) == NUM_TOKENS
         await stream.aclose()
 

@@ -19,6 +19,7 @@ from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.api.app import build_api
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
@@ -140,7 +141,7 @@ async def test_guided_tokens_equal_transformers_guided_generate(text_model, num_
                 StopParams(MAX_TOKENS),
                 guidance,
             )
-            (stream,) = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
+            (stream,) = cluster.door.dispatcher.generate(ClientRequest(request, (), (), RequestTimeline(0.0)))
             got = [token_id async for event in stream for token_id in event.token_ids]
             assert got == wanted
 

@@ -253,12 +253,12 @@ def test_each_layer_reports_once_after_its_kv_is_written(family: Split) -> None:
     assert seen == [(i, True) for i in range(family.language.num_layers)]
 
 
-@pytest.mark.parametrize("name", MEDIA_FAMILIES)
-def test_media_encoded_together_equal_media_encoded_alone(name: str) -> None:
-    case = MEDIA_FAMILIES[name]()
-    encoder = EncoderModel.from_model(case.model)
+@pytest.mark.parametrize("family", MEDIA_FAMILIES, indirect=True, scope="module")
+def test_media_encoded_together_equal_media_encoded_alone(family: Split) -> None:
+    encoder = family.encoder
+    assert encoder is not None
     for modality in encoder.modalities:
-        items = [item for request in case.requests for kind, item in request.items if kind is modality]
+        items = [item for request in family.case.requests for kind, item in request.items if kind is modality]
         together = encoder.encode(modality, items)
         for item, rows in zip(items, together, strict=True):
             alone = encoder.encode(modality, [item])[0]

@@ -30,6 +30,7 @@ from router.api.chat.translate import chat_call
 from router.api.protocol import CallContext
 from router.calls import ServedModels
 from router.door import Door
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
@@ -310,7 +311,9 @@ async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -
     call = chat_call(ChatRequest.model_validate(body), CallContext(ServedModels("tiny"), door.defaults))
     prompt = await door.prepare(call, RequestTimeline(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, StopParams(MAX_TOKENS))
-    (events,) = door.dispatcher.generate(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))
+    (events,) = door.dispatcher.generate(
+        ClientRequest(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))
+    )
     answer = [token_id async for event in events for token_id in event.token_ids]
     prompt.release()
     return list(prompt.prompt.token_ids), answer

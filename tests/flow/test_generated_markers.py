@@ -26,6 +26,7 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.protocol import CallContext
 from router.calls import ServedModels
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family
@@ -90,7 +91,7 @@ class Halves:
         """All of the answer, of which `known` was generated before a preemption; the rest of `FORCED` is
         forced."""
         whole = GenerateRequest("r", request.prompt, (SamplingParams(),), StopParams(100))
-        prompt = whole.resumed("s", (0,), tuple(known), 0.0).prompt
+        prompt = whole.resumed("s", (0,), tuple(known)).prompt
         placed = self.language.positions(prompt)
         kv, table = memory(self.language), list(range(0, 200, 3))
         pieces = []
@@ -175,9 +176,8 @@ async def answer(cluster: LocalCluster, content: list[Part], sampling: SamplingP
     call = chat_call(ChatRequest.model_validate(body), context)
     prompt = await cluster.door.prepare(call, RequestTimeline(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, (sampling,), StopParams(NUM_TOKENS))
-    (events,) = cluster.door.dispatcher.generate(
-        request, prompt.items, prompt.block_hashes, RequestTimeline(0.0)
-    )
+    client = ClientRequest(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))
+    (events,) = cluster.door.dispatcher.generate(client)
     got = [token_id async for event in events for token_id in event.token_ids]
     prompt.release()
     return got

@@ -28,6 +28,7 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.protocol import CallContext
 from router.calls import ServedModels
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
 from tests.fakes.slow_memory import SlowMemory
@@ -105,7 +106,9 @@ async def check_ids(cluster: LocalCluster, expected: list[Pair]) -> None:
         prompt = await door.prepare(call, RequestTimeline(0.0))
         stop = StopParams(MAX_TOKENS, call.stop.token_ids)
         request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)
-        (events,) = door.dispatcher.generate(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))
+        (events,) = door.dispatcher.generate(
+            ClientRequest(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))
+        )
         got = [token_id async for event in events for token_id in event.token_ids]
         prompt.release()
         assert tuple(got) == answer.token_ids, case.kind

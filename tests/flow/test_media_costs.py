@@ -175,11 +175,11 @@ async def first_held(held: Gate, request: Coroutine[Any, Any, Any]) -> asyncio.F
 
 
 async def queued(cluster: LocalCluster, request: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-    """Send the request, and go on once an encoder's queue has grown by it."""
-    before = cluster.door._cluster.num_queued_rows()
+    """Send the request, and go on once it counts as work of an encoder."""
+    before = cluster.door.num_running
     sent = asyncio.ensure_future(request)
     async with asyncio.timeout(HANG_S):
-        while cluster.door._cluster.num_queued_rows() <= before:
+        while cluster.door.num_running <= before:
             assert not sent.done(), sent.result()
             await asyncio.sleep(0.002)
     return sent

@@ -98,9 +98,9 @@ async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memor
                 most = max(most, prepared.held_bytes)
                 await asyncio.sleep(0.001)
 
-        has_refused, step, select = threading.Event(), engine.step, engine._select
+        has_refused, step, choose = threading.Event(), engine.step, engine.planner.choose
         if where == "at the encoder":
-            engine._select = lambda: select() if has_refused.is_set() else []
+            engine.planner.choose = lambda calls: choose(calls) if has_refused.is_set() else iter(())
             engine.step = lambda: min(step() or 0.0, 0.001)
 
         async def answered(messages: list) -> httpx.Response:

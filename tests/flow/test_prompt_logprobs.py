@@ -17,6 +17,7 @@ from cluster.ids import new_request_id
 from cluster.types.messages import TokenEvent
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.api.app import build_api
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
@@ -164,7 +165,7 @@ async def events_of(cluster: LocalCluster, request: GenerateRequest) -> list[lis
     async def read(stream: Any) -> list[TokenEvent]:
         return [event async for event in stream]
 
-    streams = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
+    streams = cluster.door.dispatcher.generate(ClientRequest(request, (), (), RequestTimeline(0.0)))
     return await asyncio.gather(*map(read, streams))
 
 

@@ -18,6 +18,7 @@ from bench.workload import KINDS, Reference, make_cases
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, LogitChanges, Prompt, SamplingParams, StopParams
 from router.api.app import build_api
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
@@ -68,7 +69,7 @@ async def drawn(cluster: LocalCluster, request: GenerateRequest) -> list[list[in
     async def read(stream: Any) -> list[int]:
         return [token_id async for event in stream for token_id in event.token_ids]
 
-    streams = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
+    streams = cluster.door.dispatcher.generate(ClientRequest(request, (), (), RequestTimeline(0.0)))
     return await asyncio.gather(*map(read, streams))
 
 

@@ -215,6 +215,7 @@ def run_rank(
             found = str(error)
         leave_group()
         gc.collect()
+        gc.freeze()  # classes of the model's type are not looked at again
         if found is not None:
             # by value: the memory of a tensor that a pipe passes on ends with this process
             results.send_bytes(pickle.dumps((name, found)))

@@ -16,6 +16,7 @@ from cluster.kvcache.hashing import block_hashes
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from cluster.types.structure import Structure
 from router.dispatcher import TokenStream
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster
 from tests.flow.test_law import MODEL
@@ -94,7 +95,7 @@ async def answers(
         new_request_id(), prompted, (sampling,) * num_choices, stop, structure=structure
     )
     hashes = block_hashes(prompted, BLOCK_SIZE)
-    streams = cluster.door.dispatcher.generate(request, (), hashes, RequestTimeline(0.0))
+    streams = cluster.door.dispatcher.generate(ClientRequest(request, (), hashes, RequestTimeline(0.0)))
     try:
         return [await read(stream) for stream in streams]
     finally:

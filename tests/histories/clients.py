@@ -15,6 +15,7 @@ from cluster.types.media import MediaGeometry, MediaItem, Modality, PlacedMedia
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.flow.outputs import Deliver
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 from tests.histories.doors import SimulatedDoor, run
 from tests.histories.model import BLOCK_SIZE, answer
@@ -141,7 +142,7 @@ class Clients:
         story.submitted_at = door.scheduler.now
         hashes = block_hashes(request.prompt, BLOCK_SIZE)
         timeline = RequestTimeline(door.clock.now())
-        story.streams = door.dispatcher.generate(request, items, hashes, timeline)
+        story.streams = door.dispatcher.generate(ClientRequest(request, items, hashes, timeline))
         door.dispatcher.submit(request.request_id)
         return story
 

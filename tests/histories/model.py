@@ -23,7 +23,6 @@ from cluster.engine.sequence import TokenSequence
 from cluster.engine.speculation import accept
 from cluster.engine.state import (
     AnswerChoice,
-    AnswerWork,
     FirstTokens,
     LanguageRequest,
     PromptWork,
@@ -149,8 +148,8 @@ class ChainRunner:
         self._compute(STEP_S + TOKEN_S * sum(work.num_tokens for work in prompts))
         self.drop_ahead()
         results = [
-            WorkResult(tokens=self._continue(work.request, then))
-            if isinstance(work, AnswerWork)
+            WorkResult(tokens=self._continue(work, then))
+            if isinstance(work, LanguageRequest)
             else WorkResult(logits=torch.empty(0))
             for work in works
         ]
@@ -172,13 +171,13 @@ class ChainRunner:
     def _compute_prompt(self, work: PromptWork) -> None:
         sequence, prompt = work.sequence, work.sequence.prompt
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + work.num_tokens
-        rows = self._checked(work.request.request_id, sequence.block_table, chain(prompt)[:start])
+        rows = self._checked(work.request_id, sequence.block_table, chain(prompt)[:start])
         last = rows[-1] if rows else crc32(prompt.cache_salt.encode())
-        self._move_states(work.request.request_id, sequence, chain(prompt)[:end], work.num_tokens)
+        self._move_states(work.request_id, sequence, chain(prompt)[:end], work.num_tokens)
         found = list(prompt.token_ids[start:end])
         for item_idx, item in enumerate(prompt.media):
             for token, row, count in item.pieces(start, end):
-                key = work.request.request_id, item_idx
+                key = work.request_id, item_idx
                 found[token - start : token - start + count] = self._embeddings(
                     key, item.media_hash, row, count
                 )

@@ -53,8 +53,8 @@ def resumed_one_token_back() -> Change:
     """The last token before a preemption is generated, and told, again."""
     resumed = GenerateRequest.resumed
 
-    def back(self: Any, request_id: str, choice_idxs: Any, token_ids: Any, waited_s: float) -> Any:
-        return resumed(self, request_id, choice_idxs, token_ids[:-1], waited_s)
+    def back(self: Any, request_id: str, choice_idxs: Any, token_ids: Any) -> Any:
+        return resumed(self, request_id, choice_idxs, token_ids[:-1])
 
     return GenerateRequest, "resumed", back
 

@@ -36,7 +36,7 @@ class Freshness(msgspec.Struct, frozen=True):
 FOREVER = Freshness(True, MAX_FRESH_S)
 
 
-def freshness(cache_control: str, age: str | None = None) -> Freshness:
+def freshness(cache_control: str, age: str | None) -> Freshness:
     """The freshness that the header fields of one answer give (several Cache-Control lines joined by commas).
     With an unreadable field: not fresh."""
     directives: dict[str, str] = {}

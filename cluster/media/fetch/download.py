@@ -38,9 +38,9 @@ class Downloader:
         self,
         policy: FetchPolicy,
         *,
-        lookup: Lookup | None = None,
+        lookup: Lookup | None,
         is_public: MayDial,
-        tls: ssl.SSLContext | None = None,
+        tls: ssl.SSLContext | None,
     ):
         self._policy = policy
         self._threads = ThreadPoolExecutor(policy.max_concurrent, thread_name_prefix="media-dns")

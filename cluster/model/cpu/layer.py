@@ -77,8 +77,8 @@ class NativeDecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, parts: DecoderParts, heads: Heads | None, kernels: Kernels, *, int8: bool = False,
-        shifted: bool = False,
+        self, parts: DecoderParts, heads: Heads | None, kernels: Kernels, *, int8: bool,
+        shifted: bool,
     ):  # fmt: skip
         """parts: both halves are recognised. heads: of its attention; None: it has a mixer. shifted: form of
         the norms (`NativeRmsNorm`)."""

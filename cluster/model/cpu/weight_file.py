@@ -98,7 +98,7 @@ def write_weights(path: Path, weights: RecordedWeights) -> None:
         _write_all(file, _TAIL.pack(writer.num_written, len(text), hashlib.sha256(text).digest(), _FORMAT))
 
 
-def read_weights(path: Path, *, is_checked: bool = False) -> MappedWeights:
+def read_weights(path: Path, *, is_checked: bool) -> MappedWeights:
     """Maps the file. is_checked: this process has just written it. Raises DamagedFile for a file that is
     damaged or that others may write to, OSError if it cannot be read. Blocks: the first time since the
     machine was booted it reads all bytes."""

@@ -174,7 +174,7 @@ class MappedWeights:
     absent: Mapping[str, tuple[Sequence[int], torch.dtype]]  # shape and dtype of what exists packed only
     replaced: Mapping[str, Replaced]
     notes: Mapping[str, Any]
-    evictable_bytes: int = 0  # which the kernel may drop and read again; 0: the memory is locked
+    evictable_bytes: int  # which the kernel may drop and read again; 0: the memory is locked
     _names: weakref.WeakKeyDictionary[nn.Module, str] = field(default_factory=weakref.WeakKeyDictionary)
     _left: list[Matrix] = field(default_factory=list)  # of the replacement that is being built
 

@@ -1,8 +1,9 @@
 """Code for GPUs only. A machine that serves from its CPU imports nothing that needs a GPU from here.
 
-* `attention_kernels`, `layer_kernels`, `draw_kernels`, `filter_kernels`, `coded_kernels`: Triton kernels of
-  attention over blocks, of the rest of a layer, of draws without filters and with them, and of products with
-  weights that are codes. Only these modules need triton.
+* `attention_kernels` with `attention_runs`, `layer_kernels`, `draw_kernels`, `filter_kernels`,
+  `coded_kernels`: Triton kernels of attention over blocks, of the rest of a layer, of draws
+  without filters and with them, and of products with weights that are codes. Only these modules need triton.
+  `ptx`: what some of them contain.
 * `paged_attention`, `layer_calls`, `draw`, `coded_products`: launch these kernels. They import them inside
   the functions that do, so they can be imported anywhere.
 * `coded_choice`: which linears keep their codes.

@@ -9,9 +9,8 @@ A token sees the keys [max(0, index - window + 1), end). Key tiles begin at mult
 multiples of SHARE_UNIT, and a key tile that a row does not see leaves the row's numbers as they are. So a row
 is summed in an order that its own sequence's context and number of new tokens decide, in any company.
 
-Blocks are [num_blocks, BLOCK_SIZE, KV_HEADS, width], contiguous. A head's channels are worked on in runs of
-`*_RUN`, at most four. INT8 blocks have one float16 scale for each run of 64 channels: it multiplies the run's
-scores (K) or the probabilities (V), never the elements.
+Blocks are [num_blocks, BLOCK_SIZE, KV_HEADS, width], contiguous. A head's channels are worked on in runs
+(`attention_runs`).
 
 Sizes that differ from step to step are not specialised, so that no step waits for the compiler.
 """
@@ -21,6 +20,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from cluster.model.cuda.attention_runs import load_query, run_scores, store_sums, weighted_sums, zero_sums
 from cluster.model.cuda.early_kernels import let_next_begin, wait_for_last
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -142,95 +142,6 @@ def _tile_blocks(
     return tl.load(table + starts // BLOCK_SIZE, mask=starts < end_key, other=0)
 
 
-@triton.jit
-def _load_run(
-    contents, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    """[len(rows), RUN] of `dtype`: one run of channels of rows of WIDTH. rows: int64."""
-    columns = number * RUN + tl.arange(0, RUN)
-    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(contents + rows[:, None] * WIDTH + columns[None, :], mask=mask, other=0).to(dtype)
-
-
-@triton.jit
-def _load_keys(
-    contents, rows, places, row_mask, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    """As `_load_run`, of the rows `rows` + `places`. Keys of one block have equal rows, int64, and places
-    that are the same for every tile, so one address serves them."""
-    columns = number * RUN + tl.arange(0, RUN)
-    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
-    offsets = places[:, None] * WIDTH + columns[None, :]
-    return tl.load(contents + (rows * WIDTH)[:, None] + offsets, mask=mask, other=0).to(dtype)
-
-
-@triton.jit
-def _run_scale(scales, rows, places, row_mask, number: tl.constexpr, RUNS: tl.constexpr):
-    """[1, len(rows)] float32. scales: int32, two in a word; or float16, which are not loaded ahead of their
-    use, as the compiler loads ahead nothing smaller than a word."""
-    elements = (rows + places) * RUNS + number
-    if scales.dtype.element_ty == tl.int32:
-        words = tl.load(scales + elements // 2, mask=row_mask, other=0)
-        halves = (words >> (elements % 2 * 16).to(tl.int32)).to(tl.int16)
-        own = halves.to(tl.float16, bitcast=True)
-    else:
-        own = tl.load(scales + elements, mask=row_mask, other=0.0)
-    return own.to(tl.float32)[None, :]
-
-
-@triton.jit
-def _run_scores(
-    query, contents, scales, rows, places, row_mask, number: tl.constexpr, WIDTH: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr,
-):  # fmt: skip
-    """[len(query), len(rows)] float32: a run's part of the products of queries and keys."""
-    keys = _load_keys(contents, rows, places, row_mask, number, WIDTH, RUN, query.dtype)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    if scales is not None:
-        scores *= _run_scale(scales, rows, places, row_mask, number, RUNS)
-    return scores
-
-
-@triton.jit
-def _add_run(
-    out, correction, probs, contents, scales, rows, places, row_mask, number: tl.constexpr,
-    WIDTH: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, FACTOR: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """out [len(probs), RUN] float32, corrected, plus a run of the values weighted by probs (float32) and, if
-    they have scales, by FACTOR."""
-    values = _load_keys(contents, rows, places, row_mask, number, WIDTH, RUN, dtype)
-    if scales is not None:
-        probs *= _run_scale(scales, rows, places, row_mask, number, RUNS) * FACTOR
-    return tl.dot(probs.to(dtype), values, out * correction[:, None], input_precision="ieee")
-
-
-@triton.jit
-def _store_run(
-    target, rows, row_mask, numbers, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr
-):  # fmt: skip
-    columns = number * RUN + tl.arange(0, RUN)
-    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
-    offsets = rows[:, None] * WIDTH + columns[None, :]
-    tl.store(target + offsets, numbers.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_runs(
-    target, rows, row_mask, divisor, out0, out1, out2, out3, WIDTH: tl.constexpr, RUN: tl.constexpr,
-    RUNS: tl.constexpr,
-):  # fmt: skip
-    """Stores the accumulators, divided; those from RUNS on are not used."""
-    _store_run(target, rows, row_mask, out0 / divisor[:, None], 0, WIDTH, RUN)
-    if RUNS > 1:
-        _store_run(target, rows, row_mask, out1 / divisor[:, None], 1, WIDTH, RUN)
-    if RUNS > 2:
-        _store_run(target, rows, row_mask, out2 / divisor[:, None], 2, WIDTH, RUN)
-    if RUNS > 3:
-        _store_run(target, rows, row_mask, out3 / divisor[:, None], 3, WIDTH, RUN)
-
-
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def attend(
     query, key, key_scales, value, value_scales, tables, indices, ends, items, count, sinks, out,
@@ -239,20 +150,22 @@ def attend(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     K_WIDTH: tl.constexpr, K_RUN: tl.constexpr, K_RUNS: tl.constexpr,
     V_WIDTH: tl.constexpr, V_RUN: tl.constexpr, V_RUNS: tl.constexpr,
-    TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr = False,
+    TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FACTOR: tl.constexpr, HAS_PTX: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (P, KV_HEADS): a program takes the items p, p + P, … of one list for one KV head. ROWS: the rows
     of a tile, GROUP query heads of each of an item's tokens. A token whose keys are one share is stored
     divided, to `out`; else partial_out [places, heads, V_WIDTH] gets its sums and partial_stats [places,
-    heads, 2] the largest score times log2(e) and the sum of exponentials, in float32. Scales are as
-    `_run_scale` says. FACTOR multiplies INT8 values' scales, and is taken out of the result."""
-    # size: one loop over up to four runs of channels, whose accumulators cannot be a list
+    heads, 2] the largest score times log2(e) and the sum of exponentials, in float32. key, value, scales and
+    HAS_PTX are as `attention_runs` says. FACTOR multiplies INT8 values' scales, and is taken out of the
+    result."""
+    # size: one loop in another, whose two dozen names each part needs
     wait_for_last(EARLY)
     kv_head = tl.program_id(1)
     dtype: tl.constexpr = query.dtype.element_ty
-    # Keys of a block share an address, but for codes beside few rows, which are read in several layouts.
-    HAS_UNITS: tl.constexpr = TILE % BLOCK_SIZE == 0 and (key_scales is None or ROWS > 16)
-    UNIT: tl.constexpr = BLOCK_SIZE if HAS_UNITS else 1
+    # Keys of a block share an address.
+    UNIT: tl.constexpr = BLOCK_SIZE if TILE % BLOCK_SIZE == 0 else 1
+    PARTS: tl.constexpr = 1 if key_scales is None else 2
     row_numbers = tl.arange(0, ROWS)
     heads = kv_head * GROUP + row_numbers % GROUP
     places = tl.arange(0, TILE) % UNIT * KV_HEADS + kv_head
@@ -264,83 +177,59 @@ def attend(
         token_numbers = row_numbers // GROUP
         is_row = token_numbers < num_tokens
         tokens = first_token + token_numbers
-        seen_to = tl.load(ends + tokens, mask=is_row, other=0)
-        seen_from = tl.maximum(tl.load(indices + tokens, mask=is_row, other=0) - window + 1, 0)
+        seen_to = tl.minimum(tl.load(ends + tokens, mask=is_row, other=0), end_key)
+        seen_from = tl.load(indices + tokens, mask=is_row, other=0) - window + 1
+        seen_from = tl.maximum(seen_from, first_key)
+        # Every row of the item sees the keys [all_from, all_to).
+        all_from = tl.max(tl.where(is_row, seen_from, 0), 0)
+        all_to = tl.min(tl.where(is_row, seen_to, end_key), 0)
         rows = tokens.to(tl.int64) * (KV_HEADS * GROUP) + heads
-        query0 = _load_run(query, rows, is_row, 0, K_WIDTH, K_RUN, dtype)
-        if K_RUNS > 1:
-            query1 = _load_run(query, rows, is_row, 1, K_WIDTH, K_RUN, dtype)
-        if K_RUNS > 2:
-            query2 = _load_run(query, rows, is_row, 2, K_WIDTH, K_RUN, dtype)
-        if K_RUNS > 3:
-            query3 = _load_run(query, rows, is_row, 3, K_WIDTH, K_RUN, dtype)
+        queries = load_query(query, rows, is_row, K_WIDTH, K_RUN, K_RUNS, PARTS)
+        num_keys = tl.maximum(end_key - first_key, 0).to(tl.uint32)
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        out0 = tl.zeros([ROWS, V_RUN], tl.float32)
-        out1, out2, out3 = out0, out0, out0
+        sums = zero_sums(ROWS, V_RUN // PARTS, V_RUNS * PARTS)
         for tile_start in range(first_tile, end_key, TILE):
             positions = tile_start + tl.arange(0, TILE)
-            inside = (positions >= first_key) & (positions < end_key)
+            inside = (positions - first_key).to(tl.uint32) < num_keys  # so none before first_key, either
             firsts = blocks.to(tl.int64) * BLOCK_SIZE
             if UNIT == 1:
                 firsts += positions % BLOCK_SIZE
             key_rows = tl.broadcast_to((firsts * KV_HEADS)[:, None], [TILE // UNIT, UNIT])
             key_rows = tl.reshape(key_rows, [TILE])
             blocks = _tile_blocks(table, tile_start + TILE, end_key, BLOCK_SIZE, TILE, UNIT)
-            scores = _run_scores(query0, key, key_scales, key_rows, places, inside, 0, K_WIDTH, K_RUN, K_RUNS)
-            if K_RUNS > 1:
-                scores += _run_scores(
-                    query1, key, key_scales, key_rows, places, inside, 1, K_WIDTH, K_RUN, K_RUNS
-                )
-            if K_RUNS > 2:
-                scores += _run_scores(
-                    query2, key, key_scales, key_rows, places, inside, 2, K_WIDTH, K_RUN, K_RUNS
-                )
-            if K_RUNS > 3:
-                scores += _run_scores(
-                    query3, key, key_scales, key_rows, places, inside, 3, K_WIDTH, K_RUN, K_RUNS
-                )
-            scores *= scaling
+            scores = run_scores(
+                queries, key, key_scales, key_rows, places, inside, K_WIDTH, K_RUN, K_RUNS, HAS_PTX
+            )
             if HAS_SOFTCAP:  # softcap * tanh(scores / softcap)
-                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-            sees = (positions[None, :] >= seen_from[:, None]) & (positions[None, :] < seen_to[:, None])
-            scores = tl.where(sees & inside[None, :], scores * LOG2_E, float("-inf"))
+                scores *= scaling
+                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1) * LOG2_E
+            else:
+                scores *= scaling * LOG2_E
+            if (tile_start < all_from) | (tile_start + TILE > all_to):
+                sees = (positions[None, :] >= seen_from[:, None]) & (positions[None, :] < seen_to[:, None])
+                scores = tl.where(sees, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             probs = tl.exp2(scores - shift[:, None])
             correction = tl.exp2(largest - shift)
             total = total * correction + tl.sum(probs, 1)
             largest = new_largest
-            out0 = _add_run(
-                out0, correction, probs, value, value_scales, key_rows, places, inside, 0, V_WIDTH, V_RUN,
-                V_RUNS, FACTOR, dtype,
+            sums = weighted_sums(
+                sums, correction, probs, value, value_scales, key_rows, places, inside, V_WIDTH, V_RUN,
+                V_RUNS, FACTOR, dtype, HAS_PTX,
             )  # fmt: skip
-            if V_RUNS > 1:
-                out1 = _add_run(
-                    out1, correction, probs, value, value_scales, key_rows, places, inside, 1, V_WIDTH, V_RUN,
-                    V_RUNS, FACTOR, dtype,
-                )  # fmt: skip
-            if V_RUNS > 2:
-                out2 = _add_run(
-                    out2, correction, probs, value, value_scales, key_rows, places, inside, 2, V_WIDTH, V_RUN,
-                    V_RUNS, FACTOR, dtype,
-                )  # fmt: skip
-            if V_RUNS > 3:
-                out3 = _add_run(
-                    out3, correction, probs, value, value_scales, key_rows, places, inside, 3, V_WIDTH, V_RUN,
-                    V_RUNS, FACTOR, dtype,
-                )  # fmt: skip
         if place < 0:
             if sinks is not None:
                 total += tl.exp2(tl.load(sinks + heads).to(tl.float32) * LOG2_E - largest)
             divisor = tl.where(is_row, total, 1.0) * FACTOR
-            _store_runs(out, rows, is_row, divisor, out0, out1, out2, out3, V_WIDTH, V_RUN, V_RUNS)
+            store_sums(out, rows, is_row, sums, divisor, V_WIDTH, V_RUN, V_RUNS, PARTS)
         else:
             parts = (place + token_numbers * shares).to(tl.int64) * (KV_HEADS * GROUP) + heads
             tl.store(partial_stats + parts * 2, largest, mask=is_row)
             tl.store(partial_stats + parts * 2 + 1, total, mask=is_row)
             factors = tl.full([ROWS], FACTOR, tl.float32)
-            _store_runs(partial_out, parts, is_row, factors, out0, out1, out2, out3, V_WIDTH, V_RUN, V_RUNS)
+            store_sums(partial_out, parts, is_row, sums, factors, V_WIDTH, V_RUN, V_RUNS, PARTS)
         following = number + tl.num_programs(0)
         row, first_token, num_tokens, first_key, end_key, place, shares = _item(
             items, following, following < num_items

@@ -1,19 +1,22 @@
 """Triton kernels of products with weights that are codes (`cluster.model.layers.codes` has their layout).
 Importing them needs triton; `coded_products` launches them.
 
-A code becomes a number by operations on bits, the same on every GPU:
+Codes are read as words of 32 bits. Two codes of a word, or of two neighbours, lie in the two halves of one
+word while they become numbers, so an instruction works on both; then the halves are numbers of 16 bits, in
+the order of their columns. All of it is operations on bits and exact multiplications, the same on every GPU:
 
-* An integer is put into the low bits of the float32 of 2**23, from which 2**23 and the zero are subtracted at
-  once, exactly.
-* E4M3 has the bits of a float16 that is 256 times smaller, E2M1 of one that is 2**14 times smaller, subnormal
-  numbers as well. Their scales, numbers or (uint8) exponents, are multiplied by that.
+* An integer c has the bits of c * 2**-133 in bfloat16, and of c * 2**-24 in float16. These are multiplied by
+  2**127, or 2**15, and the zero is subtracted, in that unit.
+* E4M3 has the bits of a bfloat16 that is 2**120 times smaller, E2M1 of one that is 2**126 times smaller,
+  subnormal numbers as well. In float16 these factors are 2**8 and 2**14, and part of the scale.
 
-Numbers are exact in bfloat16 and float16, their products are summed in float32, a group of columns is
-multiplied by its scale in float32, and the sum is rounded once where it is stored. In `coded_rows`, groups
-shorter than a step are scaled before the product, so that a step may have several: these weights are rounded
-to the dtype of x. How a sum is cut follows from the matrix alone, so a row's result depends on that row
-alone; only `coded_row`, `coded_rows` of 16 rows and of more (on Hopper by another instruction) may sum in
-different orders. No GPU has run short groups in this form.
+The weights are the first operand of the matrix unit, which takes it from registers: numbers that were made
+there are not stored again. Their products are summed in float32, a group of columns is multiplied by its
+scale in float32, and the sum is rounded once where it is stored. Groups shorter than a step are scaled before
+the product, so that a step may have several: these weights are rounded to the dtype of x. How a sum is cut
+follows from the matrix alone, so a row's result depends on that row alone; only tiles for one row, for up to
+16 and for more may sum in different orders (on Hopper the first are of another instruction). No GPU has run
+this form.
 """
 
 from __future__ import annotations
@@ -21,177 +24,211 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cluster.model.cuda.early_kernels import begin, let_next_begin, wait_for_last
+from cluster.model.cuda.early_kernels import let_next_begin, wait_for_last
 
 E4M3, NIBBLE, E2M1 = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)  # `CodeKind`
 RUN, WORDS = tl.constexpr(128), tl.constexpr(16)  # columns of a run of 4 bit codes, and its words
-MAGIC_BITS, MAGIC = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)  # 2**23
-E4M3_FACTOR, E2M1_FACTOR = tl.constexpr(256.0), tl.constexpr(16384.0)
-LEAST_POWER = tl.constexpr(0x00400000)  # the bits of 2**-127
-NO_BIT_14 = tl.constexpr(-0x4001)
+SIGNS, UPPER = tl.constexpr(-0x7FFF8000), tl.constexpr(-0x10000)  # of both halves; the upper half
 
 
 @triton.jit
-def _codes(numbers, outputs, is_output, first, width, KIND: tl.constexpr, STEP: tl.constexpr):
-    """Returns STEP columns from `first` on, [len(outputs), STEP] float32: integers plus 2**23, or E4M3
-    divided by 256, or E2M1 by 2**14."""
-    if KIND >= NIBBLE:  # of 4 bits
-        stride = tl.cdiv(width, RUN) * WORDS
-        rows = numbers + outputs.to(tl.int64)[:, None] * stride
-        if STEP >= RUN:
-            places = first // 8 + tl.arange(0, STEP // 8)
+def code_words(numbers, outputs, is_output, step, width, KIND: tl.constexpr, STEP: tl.constexpr):
+    """Reads the codes of the columns from step * STEP on, [len(outputs), STEP / codes of a word] int32."""
+    count: tl.constexpr = STEP // 8 if KIND >= NIBBLE else STEP // 4
+    stride = tl.cdiv(width, RUN) * WORDS if KIND >= NIBBLE else width // 4
+    places = step * count + tl.arange(0, count)
+    rows = numbers + outputs.to(tl.int64)[:, None] * stride
+    return tl.load(rows + places[None, :], mask=is_output[:, None] & (places < stride)[None, :], other=0)
+
+
+@triton.jit
+def _by_halves(even, odd):
+    """Returns the lower halves of both in one word, then the upper ones: [..., 2]."""
+    return tl.join((even & 0xFFFF) | (odd << 16), ((even >> 16) & 0xFFFF) | (odd & UPPER))
+
+
+@triton.jit
+def _times(values, factor):
+    """Exact. As float32 would: the compiler makes instructions of it that multiply two numbers of 16 bits."""
+    return (values.to(tl.float32) * factor).to(values.dtype)
+
+
+@triton.jit
+def exact_numbers(
+    words, zero, KIND: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, dtype: tl.constexpr,
+    REAL: tl.constexpr,
+):  # fmt: skip
+    """Numbers of 16 bits that the codes in words [TILE, ...] stand for, less `zero`: [TILE, STEP]. Not REAL:
+    in a smaller unit, which `group_scales` has in its scale and zero."""
+    mantissa: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
+    if KIND >= NIBBLE:
+        even, odd = tl.split(tl.reshape(words, [TILE, STEP // 16, 2]))
+        shifts = (tl.arange(0, 4) * 4)[None, None, None, :]
+        pairs = _by_halves(even, odd)[:, :, :, None]
+        if KIND == NIBBLE:
+            pairs = (pairs >> shifts) & 0x000F000F
         else:
-            places = tl.arange(0, WORDS)
-            places += (first + places) // RUN * WORDS
-        words = tl.load(rows + places[None, :], mask=is_output[:, None] & (places < stride)[None, :], other=0)
-        if STEP >= RUN:
-            shifts = tl.arange(0, 8) * 4
-            words = tl.reshape(words, [outputs.shape[0], STEP // RUN, 1, WORDS])
-            codes = (words >> shifts[None, None, :, None]) & 15
+            pairs <<= 12 - shifts
+            pairs = (pairs & SIGNS) | ((pairs >> (13 - mantissa)) & (0x00070007 << (mantissa - 1)))
+    else:
+        if KIND == E4M3:
+            even, odd = words << 8, words
+            bits: tl.constexpr = 0x007F007F << (mantissa - 3)
+            even = (even & SIGNS) | ((even >> (11 - mantissa)) & bits)
+            odd = (odd & SIGNS) | ((odd >> (11 - mantissa)) & bits)
         else:
-            shifts = (first + tl.arange(0, STEP // WORDS) * WORDS) % RUN // 4
-            codes = (words[:, None, :] >> shifts[None, :, None]) & 15
-        codes = tl.reshape(codes, [outputs.shape[0], STEP])
-    else:
-        columns = first + tl.arange(0, STEP)
-        rows = numbers + outputs.to(tl.int64)[:, None] * width
-        mask = is_output[:, None] & (columns < width)[None, :]
-        codes = tl.load(rows + columns[None, :], mask=mask, other=0)
-    if KIND == E4M3:
-        # the sign is repeated in two bits, of which the lower one is cleared
-        bits = (codes.to(tl.int8, bitcast=True).to(tl.int16) << 7) & NO_BIT_14
-        values = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    elif KIND == E2M1:
-        bits = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.int16)
-        values = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        values = (codes.to(tl.int32) | MAGIC_BITS).to(tl.float32, bitcast=True)
+            even, odd = words & 0x00FF00FF, (words >> 8) & 0x00FF00FF
+        pairs = _by_halves(even, odd)
+    lower = pairs.to(tl.int16).to(dtype, bitcast=True)
+    upper = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+    values = tl.join(lower, upper)
+    if KIND >= NIBBLE:  # words, codes of a word, pairs of words to codes, words
+        values = tl.permute(tl.reshape(values, [TILE, STEP // RUN, 8, 8, 2]), (0, 1, 3, 2, 4))
+    values = tl.reshape(values, [TILE, STEP])
+    if KIND != E4M3 and KIND != E2M1:
+        values = _times(values, 2.0**127 if dtype == tl.bfloat16 else 2.0**15)
+        values = (values.to(tl.float32) - zero.to(tl.float32)).to(dtype)
+        if REAL:
+            values = _times(values, 2.0**6 if dtype == tl.bfloat16 else 2.0**9)
+    elif dtype == tl.bfloat16:
+        values = _times(values, 2.0**120 if KIND == E4M3 else 2.0**126)
+    elif REAL:
+        values = _times(values, 2.0**8 if KIND == E4M3 else 2.0**14)
     return values
 
 
 @triton.jit
-def _groups(
-    scales, zeros, outputs, is_output, first, scale_rows, group, num_groups,
-    KIND: tl.constexpr, MIDDLE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+def group_scales(
+    scales, zeros, outputs, is_output, step, scale_rows, run, num_groups,
+    KIND: tl.constexpr, MIDDLE: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
-    """Scales, and what to subtract from the codes before: of GROUPS groups of GROUP columns from `first` on,
-    [len(outputs), GROUPS] float32."""
-    groups = (first + tl.arange(0, GROUPS) * GROUP) // group
-    places = (outputs // scale_rows).to(tl.int64)[:, None] * num_groups + groups[None, :]
-    mask = is_output[:, None] & (groups < num_groups)[None, :]
-    if scales.dtype.element_ty == tl.uint8:  # exponents
+    """Scales and zeros of a step's GROUPS parts, of which `run` have one scale: [len(outputs)], or
+    [len(outputs), GROUPS] of several. Zeros are of the unit and dtype of `exact_numbers`, scales float32 by
+    its unit, or, if REAL, of its dtype."""
+    if GROUPS == 1:
+        group = step // run
+        places = (outputs // scale_rows).to(tl.int64) * num_groups + group
+        mask = is_output & (group < num_groups)
+    else:
+        group = (step * GROUPS + tl.arange(0, GROUPS)) // run
+        places = (outputs // scale_rows).to(tl.int64)[:, None] * num_groups + group[None, :]
+        mask = is_output[:, None] & (group < num_groups)[None, :]
+    unit: tl.constexpr = 2.0**-6 if dtype == tl.bfloat16 else 2.0**-9
+    if scales.dtype.element_ty == tl.uint8:  # exponents; 0 is that of 2**-127
         power = tl.load(scales + places, mask=mask, other=0).to(tl.int32)
-        power = tl.where(power == 0, LEAST_POWER, power << 23)
-        scale = power.to(tl.float32, bitcast=True)
+        if REAL:
+            scale = tl.where(power == 0, 0x40, power << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            scale = tl.where(power == 0, 0x400000, power << 23).to(tl.float32, bitcast=True)
     else:
-        scale = tl.load(scales + places, mask=mask, other=0.0).to(tl.float32)
-    if KIND == E4M3:
-        scale *= E4M3_FACTOR
-        zero = tl.zeros_like(scale)
-    elif KIND == E2M1:
-        scale *= E2M1_FACTOR
-        zero = tl.zeros_like(scale)
-    elif zeros is None:
-        zero = tl.zeros_like(scale) + (MAGIC + MIDDLE)
+        scale = tl.load(scales + places, mask=mask, other=0.0)
+    if not REAL:
+        scale = scale.to(tl.float32)
+        if KIND != E4M3 and KIND != E2M1:
+            scale *= 1 / unit
+        elif dtype != tl.bfloat16:
+            scale *= 2.0**8 if KIND == E4M3 else 2.0**14
+    if zeros is None:
+        zero = tl.full(places.shape, MIDDLE * unit, tl.float32)
     else:
-        stored = tl.load(zeros + places, mask=mask, other=0).to(tl.int32)
-        zero = (stored | MAGIC_BITS).to(tl.float32, bitcast=True)
-    return scale, zero
+        zero = tl.load(zeros + places, mask=mask, other=0).to(tl.float32) * unit
+    return scale, zero.to(dtype)
 
 
 @triton.jit
-def decoded(
-    numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
-    KIND: tl.constexpr, MIDDLE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+def scaled_numbers(
+    words, scale, zero, KIND: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr,
+    dtype: tl.constexpr, REAL: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Weights of one step before their scales, [TILE, groups, GROUP] float32, and the scales."""
-    groups: tl.constexpr = STEP // GROUP
-    codes = _codes(numbers, outputs, is_output, first, width, KIND, STEP)
-    scale, zero = _groups(
-        scales, zeros, outputs, is_output, first, scale_rows, group, num_groups, KIND, MIDDLE, GROUP, groups
-    )
-    return tl.reshape(codes, [TILE, groups, GROUP]) - zero[:, :, None], scale[:, :, None]
+    """Weights of one step, rounded once to the dtype OUT: [TILE, STEP]. REAL: numbers and scales are of that
+    dtype, so that one multiplication of 16 bits rounds as one in float32 and OUT would."""
+    scale = scale.to(tl.float32)
+    if GROUPS == 1:
+        numbers = exact_numbers(words, zero[:, None], KIND, TILE, STEP, dtype, REAL)
+        weights = (numbers.to(tl.float32) * scale[:, None]).to(OUT)
+    else:
+        width: tl.constexpr = STEP // GROUPS
+        zero = tl.reshape(tl.broadcast_to(zero[:, :, None], [TILE, GROUPS, width]), [TILE, STEP])
+        numbers = exact_numbers(words, zero, KIND, TILE, STEP, dtype, REAL)
+        numbers = tl.reshape(numbers, [TILE, GROUPS, width]).to(tl.float32)
+        weights = tl.reshape((numbers * scale[:, :, None]).to(OUT), [TILE, STEP])
+    return weights
 
 
 @triton.jit
-def _columns(x, first, end, STEP: tl.constexpr, GROUP: tl.constexpr):
-    """[1, groups, GROUP] float32."""
-    columns = first + tl.arange(0, STEP)
-    own = tl.load(x + columns, mask=columns < end, other=0.0).to(tl.float32)
-    return tl.reshape(own, [1, STEP // GROUP, GROUP])
-
-
-@triton.jit
-def coded_row(
-    x, numbers, scales, zeros, bias, out,
-    num_outputs, width, share_width, scale_rows, group, num_groups,
-    KIND: tl.constexpr, MIDDLE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
-    EARLY: tl.constexpr = False,
+def _added(
+    sums, words, scale, zero, x_rows, is_token, step, width,
+    KIND: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr, dtype: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(num_outputs, TILE), shares). x [width]: one row, without the matrix unit. GROUP columns of a
-    step have one scale. A program sums share_width columns, a multiple of STEP. Its first weights are read
-    while the kernel before ends."""
-    let_next_begin(EARLY)
-    outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    share = tl.program_id(1)
-    is_output = outputs < num_outputs
-    start = share * share_width
-    end = tl.minimum(start + share_width, width)
-    codes, scale = decoded(
-        numbers, scales, zeros, outputs, is_output, start, width, scale_rows, group, num_groups,
-        KIND, MIDDLE, TILE, STEP, GROUP,
-    )  # fmt: skip
-    wait_for_last(EARLY)
-    products = codes * _columns(x, start, end, STEP, GROUP) * scale
-    for first in range(start + STEP, end, STEP):
-        codes, scale = decoded(
-            numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
-            KIND, MIDDLE, TILE, STEP, GROUP,
-        )  # fmt: skip
-        products += codes * _columns(x, first, end, STEP, GROUP) * scale
-    sums = tl.sum(tl.sum(products, 2), 1)
-    if bias is not None:
-        sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)
-    tl.store(out + share * num_outputs + outputs, sums.to(out.dtype.element_ty), mask=is_output)
+    """sums [TILE, rows] and the products of one step."""
+    columns = step * STEP + tl.arange(0, STEP)
+    x = tl.load(x_rows + columns[None, :], mask=is_token[:, None] & (columns < width)[None, :], other=0.0)
+    if GROUPS == 1:
+        weights = exact_numbers(words, zero[:, None], KIND, TILE, STEP, dtype, REAL).to(x.dtype)
+        sums += tl.dot(weights, tl.trans(x), input_precision="ieee") * scale[:, None]
+    else:
+        weights = scaled_numbers(words, scale, zero, KIND, TILE, STEP, GROUPS, dtype, REAL, x.dtype)
+        # added apart: instructions of the matrix unit that add to one sum would wait for each other
+        sums = tl.fma(tl.dot(weights, tl.trans(x), input_precision="ieee"), 1.0, sums)
+    return sums
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def coded_rows(
     x, numbers, scales, zeros, bias, out,
-    num_tokens, num_outputs, width, share_width, scale_rows, group, num_groups,
+    num_tokens, num_outputs, width, share_steps, scale_rows, run, num_groups,
     KIND: tl.constexpr, MIDDLE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    GROUP: tl.constexpr, EARLY: tl.constexpr = False,
+    GROUPS: tl.constexpr, REAL: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (cdiv(num_outputs, TILE), shares, cdiv(num_tokens, ROWS)). x [num_tokens, width]. GROUP columns of
-    a step have one scale: if they are all, it multiplies the product of the step."""
-    begin(EARLY)
+    """Grid (cdiv(num_outputs, TILE), shares, cdiv(num_tokens, ROWS)). x [num_tokens, width]. A program sums
+    share_steps steps of STEP columns, of which GROUPS parts have a scale each. Its first weights are read
+    while the kernel before ends, and multiplied last."""
+    is_half: tl.constexpr = REAL or (GROUPS == 1 and x.dtype.element_ty != tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty if is_half else tl.float16
+    let_next_begin(EARLY)
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     share = tl.program_id(1)
     tokens = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     is_output, is_token = outputs < num_outputs, tokens < num_tokens
-    end = tl.minimum((share + 1) * share_width, width)
-    sums = tl.zeros([ROWS, TILE], tl.float32)
-    for first in range(share * share_width, end, STEP):
-        columns = first + tl.arange(0, STEP)
-        own = tl.load(
-            x + tokens.to(tl.int64)[:, None] * width + columns[None, :],
-            mask=is_token[:, None] & (columns < end)[None, :],
-            other=0.0,
-        )
-        if GROUP == STEP:
-            codes = _codes(numbers, outputs, is_output, first, width, KIND, STEP)
-            scale, zero = _groups(
-                scales, zeros, outputs, is_output, first, scale_rows, group, num_groups, KIND, MIDDLE, STEP, 1
-            )
-            factors = (codes - zero).to(x.dtype.element_ty)
-            sums += tl.dot(own, tl.trans(factors), input_precision="ieee") * tl.trans(scale)
-        else:
-            codes, scale = decoded(
-                numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
-                KIND, MIDDLE, TILE, STEP, GROUP,
+    x_rows = x + tokens.to(tl.int64)[:, None] * width
+    first = share * share_steps
+    end = tl.minimum(first + share_steps, tl.cdiv(width, STEP))
+    first_words = code_words(numbers, outputs, is_output, first, width, KIND, STEP)
+    first_scale, first_zero = group_scales(
+        scales, zeros, outputs, is_output, first, scale_rows, run, num_groups, KIND, MIDDLE, GROUPS, dtype,
+        REAL,
+    )  # fmt: skip
+    if GROUPS > 1:  # weights wait for their scales, so these are read a step ahead
+        scale, zero = group_scales(
+            scales, zeros, outputs, is_output, first + 1, scale_rows, run, num_groups, KIND, MIDDLE, GROUPS,
+            dtype, REAL,
+        )  # fmt: skip
+    wait_for_last(EARLY)
+    sums = tl.zeros([TILE, ROWS], tl.float32)
+    for step in range(first + 1, end):
+        words = code_words(numbers, outputs, is_output, step, width, KIND, STEP)
+        if GROUPS > 1:
+            own_scale, own_zero = scale, zero
+            scale, zero = group_scales(
+                scales, zeros, outputs, is_output, step + 1, scale_rows, run, num_groups, KIND, MIDDLE,
+                GROUPS, dtype, REAL,
             )  # fmt: skip
-            factors = tl.reshape(codes * scale, [TILE, STEP]).to(x.dtype.element_ty)
-            sums = tl.dot(own, tl.trans(factors), sums, input_precision="ieee")
+        else:
+            own_scale, own_zero = group_scales(
+                scales, zeros, outputs, is_output, step, scale_rows, run, num_groups, KIND, MIDDLE, GROUPS,
+                dtype, REAL,
+            )  # fmt: skip
+        sums = _added(
+            sums, words, own_scale, own_zero, x_rows, is_token, step, width, KIND, TILE, STEP, GROUPS, dtype,
+            REAL,
+        )  # fmt: skip
+    sums = _added(
+        sums, first_words, first_scale, first_zero, x_rows, is_token, first, width, KIND, TILE, STEP, GROUPS,
+        dtype, REAL,
+    )  # fmt: skip
+    sums = tl.trans(sums)
     if bias is not None:
         sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)[None, :]
     places = (share * num_tokens + tokens).to(tl.int64)[:, None] * num_outputs + outputs[None, :]
@@ -201,23 +238,25 @@ def coded_rows(
 @triton.jit
 def plain_weight(
     numbers, scales, zeros, out,
-    num_outputs, width, scale_rows, group, num_groups,
-    KIND: tl.constexpr, MIDDLE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+    num_outputs, width, scale_rows, run, num_groups,
+    KIND: tl.constexpr, MIDDLE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr,
+    REAL: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(num_outputs, TILE), cdiv(width, STEP)). out [num_outputs, width]: the weight, rounded
     once."""
-    groups: tl.constexpr = STEP // GROUP
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_output = outputs < num_outputs
-    first = tl.program_id(1) * STEP
-    codes = _codes(numbers, outputs, is_output, first, width, KIND, STEP)
-    scale, zero = _groups(
-        scales, zeros, outputs, is_output, first, scale_rows, group, num_groups, KIND, MIDDLE, GROUP, groups
+    step = tl.program_id(1)
+    words = code_words(numbers, outputs, is_output, step, width, KIND, STEP)
+    scale, zero = group_scales(
+        scales, zeros, outputs, is_output, step, scale_rows, run, num_groups, KIND, MIDDLE, GROUPS,
+        tl.float16, REAL,
+    )  # fmt: skip
+    weights = scaled_numbers(
+        words, scale, zero, KIND, TILE, STEP, GROUPS, tl.float16, REAL, out.dtype.element_ty
     )
-    weights = (tl.reshape(codes, [TILE, groups, GROUP]) - zero[:, :, None]) * scale[:, :, None]
-    columns = first + tl.arange(0, STEP)
+    columns = step * STEP + tl.arange(0, STEP)
     tl.store(
-        out + outputs.to(tl.int64)[:, None] * width + columns[None, :],
-        tl.reshape(weights, [TILE, STEP]).to(out.dtype.element_ty),
+        out + outputs.to(tl.int64)[:, None] * width + columns[None, :], weights,
         mask=is_output[:, None] & (columns < width)[None, :],
-    )
+    )  # fmt: skip

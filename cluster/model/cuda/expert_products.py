@@ -7,8 +7,8 @@ first call imports; enqueues on the current stream and owns no memory. Matrices 
 decoded by the same launches: no plain matrix exists at any time.
 
 An H100 gave the right numbers for plain matrices; not timed: sizes of tiles are guesses. No GPU has run those
-of codes. Their tiles have 64 rows or 128, so that Hopper multiplies all of them by one instruction (64 rows
-high), whose sums do not depend on how many there are.
+of codes. Their tiles have 16 rows or more, beside 64 outputs or more, so that Hopper multiplies all of them
+by one instruction (64 outputs high), whose sums do not depend on how many there are.
 
 Letters: T tokens, K experts of a token, S = T × K, N hidden width, E experts of this rank.
 """
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cluster.model.cuda.coded_products import same_scale, scale_sizes
+from cluster.model.cuda.coded_products import scale_form
 from cluster.model.cuda.packed_attention import cut
 from cluster.model.layers.codes import CodedExperts
 
@@ -42,14 +42,15 @@ class ProductTiles:
 EXACT_TILES = ProductTiles(rows=16, outputs=32, step=32)  # of float32
 HALF_TILES = ProductTiles(rows=32, outputs=64, step=64)
 # What is read in time counts for few rows, how often a code is decoded for many.
-CODED_TILES = ProductTiles(rows=64, outputs=64, step=128, stages=3)
-MANY_CODED_TILES = ProductTiles(rows=128, outputs=128, step=64, warps=8, stages=3)
+CODED_TILES = ProductTiles(rows=16, outputs=64, step=128, stages=3)
+MANY_CODED_TILES = ProductTiles(rows=64, outputs=128, step=128, warps=8, stages=3)
+EXACT_CODED_TILES = ProductTiles(rows=16, outputs=32, step=128)
 MANY_ROWS = 64  # of an expert, on average
 
 
 def tiles_for(dtype: torch.dtype, *, is_coded: bool = False, has_many: bool = False) -> ProductTiles:
     if dtype == torch.float32:
-        return EXACT_TILES
+        return EXACT_CODED_TILES if is_coded else EXACT_TILES
     if is_coded:
         return MANY_CODED_TILES if has_many else CODED_TILES
     return HALF_TILES
@@ -103,15 +104,16 @@ def _multiply(
     tiles, num_outputs = segments.tiles, out.shape[1]
     if isinstance(weight, CodedExperts):
         codes = weight.codes
-        tensors, strides, sizes = (codes.numbers, codes.scales, codes.zeros), (0, 0, 0), scale_sizes(codes)
-        form = {"KIND": int(codes.kind), "MIDDLE": codes.middle, "GROUP": same_scale(codes, tiles.step)}
+        tensors, strides = (codes.words, codes.scales, codes.zeros), (0, 0, 0)
+        form = {"KIND": int(codes.kind), "MIDDLE": codes.middle, **scale_form(codes, tiles.step, x.dtype)}
     else:
-        tensors, strides, sizes = (weight, None, None), weight.stride(), (0, 0, 0)
-        form = {"KIND": _PLAIN, "MIDDLE": 0, "GROUP": tiles.step}
+        tensors, strides = (weight, None, None), weight.stride()
+        form = {"KIND": _PLAIN, "MIDDLE": 0, "scale_rows": 0, "run": 0, "num_groups": 0}
+        form |= {"GROUPS": 1, "REAL": False}
     if is_transposed:
         strides = strides[0], strides[2], strides[1]
     expert_kernels.multiply_rows[(len(segments.table), -(-num_outputs // tiles.outputs))](
         x, *tensors, bias, segments.order, segments.table, out, *strides, num_outputs,
-        x.shape[1], *sizes, CHOSEN=segments.num_chosen, GATHERS=gathers, **form, ROWS=tiles.rows,
+        x.shape[1], CHOSEN=segments.num_chosen, GATHERS=gathers, **form, ROWS=tiles.rows,
         OUTPUTS=tiles.outputs, STEP=tiles.step, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

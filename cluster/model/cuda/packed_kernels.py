@@ -109,7 +109,9 @@ def attend_segments(
         if REST > 0:
             key1 = _load(key, keys, inside, key_stride, RUN, WIDTH, REST)
             scores = tl.dot(query1, tl.trans(key1), scores, input_precision="ieee")
-        scores = tl.where(inside[None, :], scores * (scaling * LOG2_E), float("-inf"))
+        scores *= scaling * LOG2_E
+        if first_key + KEYS > end:
+            scores = tl.where(inside[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         probs = tl.exp2(scores - new_largest[:, None])
         correction = tl.exp2(largest - new_largest)

@@ -74,8 +74,8 @@ class Tiles:
 
     @property
     def row_registers(self) -> int:
-        """The most that a thread may take if `row_programs` shall fit."""
-        return min(_WARP_REGISTERS // (self.row_warps * self.row_programs), _REGISTERS)
+        """The most that a thread may take if `row_programs` shall fit; they are given out by eights."""
+        return min(_WARP_REGISTERS // (self.row_warps * self.row_programs) // 8 * 8, _REGISTERS)
 
     @property
     def row_tokens(self) -> int:
@@ -99,7 +99,10 @@ class AttentionPlan:
 
 
 def can_attend(cache: LayerCache) -> bool:
-    return max(cache.key.row_shape[1], cache.value.row_shape[1]) <= MAX_WIDTH
+    """Codes of INT8 KV are read in pairs."""
+    widths = cache.key.row_shape[1], cache.value.row_shape[1]
+    is_quantised = tensors_of(cache.key)[1] is not None
+    return max(widths) <= MAX_WIDTH and not (is_quantised and any(width % 2 for width in widths))
 
 
 def step_of(batch: PagedBatch, window: int | None) -> StepTensors:
@@ -166,7 +169,7 @@ def _tiles(group: int, key_width: int, value_width: int, is_quantised: bool, is_
         row_warps=2 if is_quantised and not is_exact else 4,
         prompt_warps=4 if is_exact else 8,
         row_stages=_NARROW_STAGES if is_narrow and not is_quantised and not is_exact else _STAGES,
-        row_programs=2 if is_exact or is_wide else 4,
+        row_programs=2 if is_exact or is_wide else 6 if is_quantised else 4,
         prompt_programs=2 if is_exact or is_narrow else 1,
         key_run=_run(key_width, is_quantised),
         value_run=_run(value_width, is_quantised),
@@ -228,13 +231,15 @@ def attend(
     for number, (rows, keys, warps, per_processor, stages, registers) in enumerate(lists):
         wanted = -(-num_processors * per_processor // kv_heads)
         attention_kernels.attend[(min(wanted, plan.items.shape[1]), kv_heads)](
-            query, key, _words(key_scales), value, _words(value_scales), step.tables, step.indices, step.ends,
+            query, _pairs(key), _words(key_scales), _pairs(value), _words(value_scales), step.tables,
+            step.indices, step.ends,
             plan.items[number], plan.counts[number], layer.sinks, out, partial_out, partial_stats,
             layer.scaling, layer.softcap or 1.0, plan.window, step.tables.stride(0),
             BLOCK_SIZE=step.block_size, KV_HEADS=kv_heads, GROUP=tiles.group, ROWS=rows,
             K_WIDTH=key_width, K_RUN=tiles.key_run[0], K_RUNS=tiles.key_run[1],
             V_WIDTH=value_width, V_RUN=tiles.value_run[0], V_RUNS=tiles.value_run[1],
-            TILE=keys, HAS_SOFTCAP=layer.softcap is not None, FACTOR=factor, num_warps=warps,
+            TILE=keys, HAS_SOFTCAP=layer.softcap is not None, FACTOR=factor,
+            HAS_PTX=query.dtype == torch.bfloat16 and query.device.type != "cpu", num_warps=warps,
             num_stages=stages, maxnreg=registers, **early(query.device),
         )  # fmt: skip
     merged = 1 if step.is_decode else _MERGED_HEADS
@@ -276,6 +281,11 @@ def item_capacity(num_tokens: int, num_seqs: int, tiles: Tiles, is_decode: bool)
     return min(MAX_SHARES * num_tokens, of_tiles)
 
 
+def _pairs(contents: Tensor) -> Tensor:
+    """Two codes in an int16; other contents as they are."""
+    return contents.view(torch.int16) if contents.dtype == torch.int8 else contents
+
+
 def _words(scales: Tensor | None) -> Tensor | None:
     """Two scales in an int32, where they lie so."""
     if scales is None or scales.numel() % 2 or scales.data_ptr() % 4:
@@ -290,6 +300,7 @@ def _aligned(count: int) -> int:
 
 def _run(width: int, is_quantised: bool) -> tuple[int, int]:
     """Channels of a run (a power of two that matrix units take) and the number of runs of a head."""
-    padded = max(_SMALLEST_TILE, power_of_two(width))
+    smallest = 2 * _SMALLEST_TILE if is_quantised else _SMALLEST_TILE  # of which each part is a half
+    padded = max(smallest, power_of_two(width))
     run = min(padded, GROUP_WIDTH) if is_quantised or padded > width else padded
     return run, -(-width // run)

@@ -59,6 +59,11 @@ class Codes:
         return {CodeKind.BYTE: 128, CodeKind.NIBBLE: 8}.get(self.kind, 0)
 
     @property
+    def words(self) -> Tensor:
+        """`numbers` as int32, of 8 bits [N, K / 4], without a copy."""
+        return self.numbers.view(torch.int32)
+
+    @property
     def form(self) -> tuple[object, ...]:
         """Two matrices of one form run by the same kernels, in the same way."""
         return (*self.columns, self.scale_rows, len(self.numbers))
@@ -134,8 +139,9 @@ def runs_of(own: range, size: int) -> tuple[Tensor, int]:
 
 
 def have_kernels(runs: int, width: int) -> bool:
-    """Whether kernels compute with codes of so many columns, of which `runs` have one scale."""
-    return runs >= width or runs % WORDS == 0
+    """Whether kernels compute with codes of so many columns, of which `runs` have one scale. They read codes
+    of 8 bits by words of 4."""
+    return width % 4 == 0 and (runs >= width or runs % WORDS == 0)
 
 
 def joined(matrices: Sequence[Codes]) -> Codes:

@@ -25,6 +25,7 @@ from bench.records import append, read
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model"
@@ -62,7 +63,8 @@ def test_the_baseline_answers_the_same_however_long_its_steps_are() -> None:
         )
         engine = SynchronousEngine(args, torch.float32)
         streams = [
-            engine.generate(one_token(prompt), (), (), RequestTimeline(0.0), "")[0] for prompt in prompts
+            engine.generate(ClientRequest(one_token(prompt), (), (), RequestTimeline(0.0)))[0]
+            for prompt in prompts
         ]
         async with asyncio.timeout(60):
             return [event.token_ids for stream in streams async for event in stream]
@@ -73,9 +75,8 @@ def test_the_baseline_answers_the_same_however_long_its_steps_are() -> None:
 
 def test_the_baseline_refuses_longer_answers() -> None:
     with pytest.raises(RequestError):
-        SynchronousEngine.generate(
-            object.__new__(SynchronousEngine), one_token((1,), max_tokens=2), (), (), RequestTimeline(0.0), ""
-        )
+        asked = ClientRequest(one_token((1,), max_tokens=2), (), (), RequestTimeline(0.0))
+        SynchronousEngine.generate(object.__new__(SynchronousEngine), asked)
 
 
 def test_the_video_stands_early_in_the_middle_and_late() -> None:

@@ -17,8 +17,7 @@ from cluster.types.members import Role
 from deploy.simulator.hardware import H200, NETWORK, VL_7B, encode_curve
 from deploy.simulator.layouts import Layout, throttled, workers
 from deploy.simulator.network import NETWORK_S
-from deploy.simulator.outcome import Outcome
-from deploy.simulator.results import Slo, summarise
+from deploy.simulator.results import Outcome, Slo, summarise
 from deploy.simulator.simulation import MakePolicy, Simulation
 from deploy.simulator.spec import WorkerSpec
 from deploy.simulator.workload import (

@@ -10,8 +10,7 @@ import pytest
 
 from deploy.simulator.hardware import H200, VL_7B
 from deploy.simulator.layouts import Layout, workers
-from deploy.simulator.outcome import Outcome
-from deploy.simulator.results import Misses, Slo, interval, keeps, summarise
+from deploy.simulator.results import Misses, Outcome, Slo, interval, keeps, summarise
 from deploy.simulator.search import highest_rate, leapt, rate_above, run_unless_missed
 from deploy.simulator.workload import SimRequest, Workload, fixed_text
 from router.policy import make_policy

@@ -12,7 +12,7 @@ import torch
 from cluster.engine.ahead import may_run_ahead
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.sequence import TokenSequence
-from cluster.engine.state import AnswerWork, LanguageRequest, PromptWork
+from cluster.engine.state import LanguageRequest, PromptWork
 from cluster.engine.timing import Stopwatch
 from cluster.model.cuda.draw import to_device
 from cluster.types.request import (
@@ -73,7 +73,7 @@ def answering(
 def step(runner: LanguageRunner, requests: Sequence[LanguageRequest], goes_on: Sequence[int]) -> list[object]:
     """Returns the token of each request, and its log-probabilities."""
     then = [requests[row].choices[0] for row in goes_on]
-    results = runner.run([AnswerWork(request) for request in requests], lambda layer, ready: None, then)
+    results = runner.run(requests, lambda layer, ready: None, then)
     tokens = [result.tokens[0][0] for result in results]
     for request, token_id in zip(requests, tokens, strict=True):
         request.choices[0].append(token_id)

@@ -118,6 +118,8 @@ NOT_REHEARSED = {
     "cluster/model/cuda/layer_kernels.py:module": "Triton: test_cuda_layer_kernels.py, test_cuda_layer_compile.py",
     "cluster/model/cuda/coded_kernels.py:module": "Triton: test_cuda_coded_products.py, likewise",
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
+    "cluster/model/cuda/attention_runs.py:module": "Triton: test_cuda_paged_attention.py, likewise",
+    "cluster/model/cuda/paged_attention.py:attend": "Triton: test_cuda_layer_compile.py compiles it for GPUs",
     "cluster/model/cuda/packed_kernels.py:module": "Triton: test_cuda_packed_attention.py, likewise",
     "cluster/model/cuda/tower_kernels.py:module": "Triton: test_cuda_tower_blocks.py, likewise",
     "cluster/model/cuda/draw_kernels.py:module": "Triton: test_cuda_draw.py, likewise",

@@ -77,14 +77,14 @@ def test_kernels_that_compute_nothing_leave_plain_weights(folder: Path, device, 
             folder, dtype=torch.float32, device="cuda", block_size=16, kv_cache_dtype="auto",
             weight_dtype="auto", sharding=UNDIVIDED, weight_cache=None,
         )  # fmt: skip
-    assert "coded_row" in {launch.kernel for launch in launches}
+    assert "coded_rows" in {launch.kernel for launch in launches}
     assert not coded(parts.model) and "dequantised, because its product of 1 rows is wrong" in caplog.text
     assert parts.scratch_bytes == 0
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "kernel"),
-    [(1, "coded_row"), (2, "coded_rows"), (CODED_ROWS, "coded_rows"), (CODED_ROWS + 1, "plain_weight")],
+    [(1, "coded_rows"), (CODED_ROWS, "coded_rows"), (CODED_ROWS + 1, "plain_weight")],
 )
 def test_a_product_is_one_launch_and_may_be_recorded(num_tokens: int, kernel: str, device) -> None:
     words = torch.zeros(48, 2, 16, dtype=torch.int32, device="cuda")

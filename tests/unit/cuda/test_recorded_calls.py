@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cluster.engine import forward
-from cluster.engine.state import AnswerWork, WorkResult
+from cluster.engine.state import WorkResult
 from cluster.model.cuda import recorded_calls
 from cluster.model.cuda.capture import Replay, capture_cuda, wait_for_recording
 from cluster.model.cuda.constants import Constants, NotRecordableError
@@ -283,7 +283,7 @@ def test_a_step_without_memory_is_tried_again_behind_a_recording(error, waits: b
     ahead.plan.return_value = ()
     model = SimpleNamespace(kv_layout=SimpleNamespace(segments=()), num_layers=1)
     parts: Any = (model, SimpleNamespace(runner=runner), planner, None, Blame(lambda *_: None), None, ahead)
-    ((_, result),) = forward.StepForward(*parts).run([AnswerWork(request)], [], is_all=True)
+    ((_, result),) = forward.StepForward(*parts).run([request], [], is_all=True)
     assert result.tokens == [[7]] and order == ["run", *["wait"] * waits, "run"]
 
 

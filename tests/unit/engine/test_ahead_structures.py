@@ -15,7 +15,7 @@ from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import LanguageRunner
-from cluster.engine.state import AnswerChoice, AnswerWork, Work
+from cluster.engine.state import AnswerChoice, LanguageRequest, Work
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, feature_layout
 from cluster.model.kv_format import kv_segments
@@ -94,15 +94,11 @@ class CountingRunner(LanguageRunner):
         self.num_forced = 0
 
     def run(self, works: Sequence[Work], on_layer: Any, then: Sequence[AnswerChoice] = ()) -> Any:
-        choices = [choice for work in works for choice in work.request.live_choices if is_answer(work)]
+        choices = [c for work in works if isinstance(work, LanguageRequest) for c in work.live_choices]
         if choices:
             self.begun.append(all(map(self.is_in_flight, choices)))
             self.num_forced += sum(len(choice.drafts) for choice in choices)
         return super().run(works, on_layer, then)
-
-
-def is_answer(work: Work) -> bool:
-    return isinstance(work, AnswerWork)
 
 
 class Alone:

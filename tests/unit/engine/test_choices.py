@@ -56,7 +56,7 @@ def test_speculation_forgets_every_choice_that_has_ended(rig, relay, ends):
     run = runner.run
     runner.forget = lambda choice: forgotten.append(choice.request_id)
     runner.run = lambda works, *rest: (
-        begun.update(c.request_id for work in answers_in(works) for c in work.request.live_choices)
+        begun.update(c.request_id for request in answers_in(works) for c in request.live_choices)
         or run(works, *rest)
     )
     stop = {"by a stop token": (52,), "at its first token": (50,)}.get(ends, ())

@@ -113,7 +113,7 @@ def test_changed_logits_are_those_of_transformers_at_every_position(sampling):
     assert drawn(request)[0] == wanted and len(set(wanted)) > 5
     assert drawn(request, wanted)[0] == wanted  # with drafts
     for num_done in (1, 4, 9):  # what is left of it at another worker
-        rest = request.resumed("again", (0,), tuple(wanted[:num_done]), 0.0)
+        rest = request.resumed("again", (0,), tuple(wanted[:num_done]))
         assert drawn(rest)[0] == wanted[num_done:] == drawn(rest, wanted[num_done:])[0]
     plain = drawn(msgspec.structs.replace(request, changes=None))[0]
     assert plain != wanted
@@ -204,7 +204,7 @@ def test_a_constraint_masks_first_tokens_steps_and_drafts():
     assert [token_id % 2 for token_id in answer] == [1, 0] * (len(answer) // 2) + [1] * (len(answer) % 2)
     assert masks.num_started == len(answer)
     assert drawn(request, answer, masks)[0] == answer
-    assert drawn(request.resumed("again", (0,), tuple(answer[:3]), 0.0), answer[3:], masks)[0] == answer[3:]
+    assert drawn(request.resumed("again", (0,), tuple(answer[:3])), answer[3:], masks)[0] == answer[3:]
 
 
 class LateDigits(Digits):

@@ -22,7 +22,7 @@ from cluster.engine.sequence import TokenSequence
 from cluster.engine.state import LanguagePhase, LanguageRequest, PromptWork
 from cluster.engine.timing import Stopwatch
 from cluster.kvcache.memory import MemoryLayout, SegmentSpec
-from cluster.types.notices import KvReady
+from cluster.types.transfer import KvReady
 from kv_transfer.agents.agent import LeaseExpiredError, TransferError
 from kv_transfer.lease.prompt_places import PromptPlaces
 from tests.fakes.requests import make_request

@@ -56,7 +56,7 @@ class Case:
         return BlockMemory(self.codec.wire_layout, 3)
 
     def launch(self, kv: BlockMemory, wire: BlockMemory, layers: list[int], *, encodes: bool) -> None:
-        table = gpu.SegmentTable(kv, wire, self.codec._planes, BITS[self.codec.name])
+        table = gpu.SegmentTable(kv, wire, self.codec.planes, BITS[self.codec.name])
         count = len(layers)
         table.code(
             np.tile(layers, 2),

@@ -13,11 +13,11 @@ from PIL import Image
 
 from bench.trusted_media import decode, probe
 from cluster.errors import MediaError
-from cluster.media.hashing import media_hash
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling
 from cluster.media.sources import PIECE_CHARS, read_data_uri
 from cluster.media.torchvision_compat import ensure_torchvision
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
+from router.prompts.media import media_hash
 from tests.unit.media import files
 
 SETTINGS = MediaSettings(video=VideoSampling(fps=4, max_frames=32))

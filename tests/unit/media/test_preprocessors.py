@@ -101,7 +101,7 @@ class Unruly:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Iterator[Unruly]:
-    """For all tests that do not close them: their server takes seconds to import what they need."""
+    """Their server takes seconds to import what they need. The last test closes them."""
     made = Unruly(tmp_path_factory.mktemp("unruly"))
     yield made
     made.preprocessors.close()
@@ -147,8 +147,7 @@ def test_a_refusal_keeps_the_process(two):
     assert len(pids) == 1
 
 
-def test_when_it_is_closed_processes_end_and_items_are_refused(tmp_path):
-    two = Unruly(tmp_path)
+def test_when_it_is_closed_processes_end_and_items_are_refused(two):
     handle = os.pidfd_open(int(two.prepare(unruly.GOOD)["pid"]))
     two.preprocessors.close()
     poll = select.poll()

@@ -31,6 +31,7 @@ DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
 }  # fmt: skip
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}  # by default 512, large
 
 
 FALCON: dict[str, Any] = {
@@ -60,6 +61,8 @@ def stateful(name: str, dtype: torch.dtype, **changes: Any) -> StepStates:
     at once, and three share a key head."""
     torch.manual_seed(0)
     usual = {**SIZES, **DELTA} if name.startswith("Qwen") else SIZES
+    if name == "Qwen3Next":
+        usual |= EXPERTS
     config = getattr(hf, f"{name}Config")(**{**usual, **changes})
     text = getattr(hf, f"{name.removesuffix('Text')}ForCausalLM")(config).to(dtype).eval().model
     for parameter in text.parameters():

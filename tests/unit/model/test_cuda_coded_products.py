@@ -5,9 +5,11 @@ TRITON_INTERPRET=1. The codes come out of files of every format; what they stand
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -136,23 +138,66 @@ def test_every_e4m3_code_is_its_number() -> None:
 @pytest.mark.parametrize("shape", [SMALL, WIDE])
 @pytest.mark.parametrize("num_tokens", [1, 3, 17])
 def test_a_product_is_that_of_the_plain_weight(form: str, shape: tuple[int, int], num_tokens: int) -> None:
-    """Of short groups in 16 bits, and several rows: of the plain weight in 16 bits."""
+    """Of short groups in 16 bits: of the plain weight in 16 bits."""
     made = case(form, shape)
     x, bias = torch.randn(num_tokens, shape[1]), torch.randn(shape[0])
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 5e-4)):
         own, own_bias = x.to(dtype), bias.to(dtype)
-        is_rounded = num_tokens > 1 and same_scale(made.codes, 128) < 128
+        is_rounded = same_scale(made.codes, 128) < 128
         plain = made.plain.to(dtype).float() if is_rounded else made.plain
         expected = F.linear(own.float(), plain, own_bias.float())
         shares = coded_product(own, made.codes, own_bias)
         by_library = dtype == torch.float32 and num_tokens == 17
-        is_cut = not by_library and (num_tokens > 1 or shape == WIDE)
+        is_cut = not by_library
         assert (len(shares) > 1) == is_cut
         assert shares.dtype == (torch.float32 if is_cut else dtype)
         assert relative(shares.sum(0, dtype=torch.float32), expected) < (1e-6 if is_cut else tolerance)
         whole = coded_product(own, made.codes, None, is_whole=True)
         assert whole.shape == (1, num_tokens, shape[0]) and whole.dtype == dtype
         assert relative(whole[0], F.linear(own.float(), plain)) < tolerance
+
+
+def exactly_cast(monkeypatch) -> None:
+    """The interpreter errs in subnormal numbers of bfloat16: by their bits, as a GPU casts."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    cast = builder.cast_impl
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        kinds = source.dtype.scalar, target.scalar
+        if kinds == (tl.bfloat16, tl.float32):
+            bits = source.data.view(np.uint16).astype(np.uint32) << 16
+            return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+        if kinds == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(source.data.copy()).bfloat16().view(torch.int16)
+            return interpreter.TensorHandle(rounded.numpy().view(np.uint16), tl.bfloat16)
+        return cast(self, source, target)
+
+    monkeypatch.setattr(builder, "cast_impl", cast_impl)
+
+
+@interpreted
+@pytest.mark.parametrize("form", DIFFERENT)
+@pytest.mark.parametrize("real", [False, True])
+def test_numbers_are_exact_in_bfloat16(form: str, real: bool, monkeypatch) -> None:
+    """Their products are not interpreted."""
+    from tests.fakes import exact_kernel
+
+    exactly_cast(monkeypatch)
+    codes, width = case(form, SMALL).codes, 128
+    kind, out = codes.kind, torch.empty(SMALL[0], width)
+    if kind is CodeKind.E4M3:
+        codes.numbers[0, :128] = torch.tensor([*range(0x70), *range(0x80, 0x90)])  # subnormal ones, too
+    zeros = codes.zeros[:, 0].float() if codes.zeros is not None else torch.full((SMALL[0],), codes.middle)
+    unit = 2.0**-6 if kind in (CodeKind.BYTE, CodeKind.NIBBLE) else 1.0
+    kernel: Any = exact_kernel.numbers
+    kernel[(5,)](codes.words, zeros * unit, out, SMALL[1], KIND=int(kind), TILE=8, STEP=width, REAL=real)
+    scales = torch.ones(SMALL[0], 1)
+    whole = replace(codes, scales=scales, zeros=zeros[:, None], group=SMALL[1], scale_rows=1)
+    expected = whole.plain(torch.float32)[:, :width]
+    assert torch.equal(out, expected * (1.0 if real else unit))
 
 
 @interpreted

@@ -60,14 +60,15 @@ ROPE = {
 BEFORE_ATTENTION = {"rope_write", "write_rows", "plan", "attend"}  # whose programs leave no room early
 # kernels that read weights, or what the step's plan has, before the kernel before has ended
 READ_BEFORE = {
-    "product_row", "product_rows", "coded_row", "shrink", "expand", "merge", "add_norm", "add_norm_row",
+    "product_row", "product_rows", "coded_rows", "shrink", "expand", "merge", "add_norm", "add_norm_row",
     "gated_norm",
 }  # fmt: skip
 NORM_WEIGHTS = {"post_weight", "pre_weight"}
 EXPERT_SIZES = dict.fromkeys(
-    ("expert_stride", "output_stride", "width_stride", "scale_rows", "group", "num_groups"), "i32"
+    ("expert_stride", "output_stride", "width_stride", "scale_rows", "run", "num_groups"), "i32"
 )
-SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
+# Bytes of a program. What is compiled for 8.0 runs on 8.6 and 8.9, too, which have the least.
+SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
 
 
@@ -96,7 +97,7 @@ def check_compiles(
         constants, options = constants | {"EARLY": True}, options | {"launch_pdl": True}
     source = ASTSource(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert made.metadata.shared <= SMALL_SHARED
+    assert made.metadata.shared <= SHARED[capability]
     assert f".target sm_{capability}" in made.asm["ptx"]
     waits = re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"])
     waits_first = name == "shrink" and "order" not in constants  # the order may be of the kernel before
@@ -170,25 +171,27 @@ def test_the_products_with_codes_compile(
 ) -> None:
     """ones: sizes of 1, of which the compiler makes constants."""
     kinds = {
-        "numbers": "*i32" if kind > 1 else "*u8", "scales": "*fp32" if kind == 3 else "*bf16",
+        "numbers": "*i32", "scales": "*fp32" if kind == 3 else "*bf16",
         "zeros": zeros or "", "out": "*fp32",
-        **dict.fromkeys(("scale_rows", "group", "num_groups"), "i32"),
+        **dict.fromkeys(("share_steps", "scale_rows", "run", "num_groups"), "i32"),
     }  # fmt: skip
     constants: dict[str, Any] = {"KIND": kind, "MIDDLE": 8, **dict.fromkeys(ones, 1)}
     constants |= {} if zeros else {"zeros": None}
+    sizes = {"TILE": 16, "STEP": 256, "GROUPS": 256 // group, "REAL": False}
     check_compiles(
-        coded_kernels, "coded_row", {**constants, "TILE": 4, "STEP": 1024, "GROUP": group}, kinds, capability
+        coded_kernels, "plain_weight", {**constants, **sizes}, {**kinds, "out": "*bf16"}, capability
     )
-    check_compiles(
-        coded_kernels, "plain_weight", {**constants, "TILE": 16, "STEP": 256, "GROUP": group},
-        {**kinds, "out": "*bf16"}, capability,
-    )  # fmt: skip
-    for rows in (16, 64):
-        sizes = {"ROWS": rows, "TILE": 64, "STEP": 128, "GROUP": group}
-        check_compiles(
-            coded_kernels, "coded_rows", {**constants, **sizes}, kinds, capability, num_warps=4, num_stages=3
-        )
-    sizes = {"ROWS": 16, "TILE": 32, "STEP": 128, "GROUP": group}
+    sizes = {"STEP": 128, "GROUPS": 128 // group, "REAL": group == 32}
+    for rows, options in ((8, {"maxnreg": 96}), (16, {"maxnreg": 96}), *([(64, {})] if group == 128 else [])):
+        made = check_compiles(
+            coded_kernels, "coded_rows", {**constants, **sizes, "ROWS": rows, "TILE": 64}, kinds, capability,
+            num_warps=4, num_stages=3, **options,
+        )  # fmt: skip
+        if capability == 90:
+            is_float = kind == 3 and not sizes["REAL"]  # scales of float32 are no numbers of 16 bits
+            pairs = len(re.findall(r"(fma\.rn|mul)\.bf16x2", made.asm["ptx"]))
+            assert is_float or pairs >= 64  # of 2 numbers, in the loop and after it: 2 * 64 a thread
+    sizes |= {"REAL": False, "ROWS": 16, "TILE": 32}
     floats = {**kinds, "x": "*fp32", "bias": "*fp32"}
     check_compiles(
         coded_kernels, "coded_rows", {**constants, **sizes}, floats, capability, num_warps=4, num_stages=3
@@ -276,7 +279,7 @@ def test_products_of_experts_compile(dtype, has_bias: bool, gathers: bool, capab
     tiles = expert_products.tiles_for(dtype)
     constants: dict[str, Any] = {
         "CHOSEN": 8, "GATHERS": gathers, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "STEP": tiles.step,
-        "KIND": -1, "MIDDLE": 0, "GROUP": tiles.step, "scales": None, "zeros": None,
+        "KIND": -1, "MIDDLE": 0, "GROUPS": 1, "REAL": False, "scales": None, "zeros": None,
     }  # fmt: skip
     if not has_bias:
         constants["bias"] = None
@@ -301,13 +304,14 @@ def test_products_of_coded_experts_compile(
     tiles = expert_products.tiles_for(dtype, is_coded=True, has_many=has_many)
     constants: dict[str, Any] = {
         "CHOSEN": 8, "GATHERS": True, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "STEP": tiles.step,
-        "KIND": kind, "MIDDLE": 8, "GROUP": min(group, tiles.step), "bias": None,
+        "KIND": kind, "MIDDLE": 8, "GROUPS": max(1, tiles.step // group), "bias": None,
+        "REAL": dtype == torch.bfloat16 and scales != "*fp32",
     }  # fmt: skip
     constants |= {} if zeros else {"zeros": None}
     number = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     kinds: dict[str, str] = {
         "x": number, "out": number, "order": "*i64", "zeros": zeros or "",
-        "weight": "*i32" if kind > 1 else "*u8", "scales": scales, **EXPERT_SIZES,
+        "weight": "*i32", "scales": scales, **EXPERT_SIZES,
     }  # fmt: skip
     made = check_compiles(
         expert_kernels, "multiply_rows", constants, kinds, capability, num_warps=tiles.warps,
@@ -350,12 +354,12 @@ def test_attention_compiles(
         "BLOCK_SIZE": 16, "KV_HEADS": kv_heads, "GROUP": tiles.group, "K_WIDTH": width, "K_RUN": run,
         "K_RUNS": runs, "V_WIDTH": width, "V_RUN": run, "V_RUNS": runs, "HAS_SOFTCAP": True, "FACTOR": 1.0,
         "ROWS": tiles.prompt_tile if is_prompt else tiles.row_tile,
-        "TILE": tiles.prompt_keys if is_prompt else tiles.row_keys,
+        "TILE": tiles.prompt_keys if is_prompt else tiles.row_keys, "HAS_PTX": dtype == torch.bfloat16,
     }  # fmt: skip
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     kinds: dict[str, str] = dict.fromkeys(("query", "out", "key", "value", "sinks"), kind)
     if kv_cache_dtype == "int8":
-        kinds |= {"key": "*i8", "value": "*i8", "key_scales": "*i32", "value_scales": "*i32"}
+        kinds |= {"key": "*i16", "value": "*i16", "key_scales": "*i32", "value_scales": "*i32"}
     else:
         constants |= {"key_scales": None, "value_scales": None}
     options = {"num_warps": tiles.prompt_warps, "num_stages": 2}
@@ -366,7 +370,7 @@ def test_attention_compiles(
     made = check_compiles(attention_kernels, "attend", constants, kinds, capability, **options)
     tile = 2 * constants["TILE"] * width * (1 if kv_cache_dtype == "int8" else dtype.itemsize)
     assert made.metadata.shared >= (options["num_stages"] - 1) * tile  # so many keys and values come ahead
-    assert capability != 90 or spilled_bytes(made) <= (256 if is_prompt else 64)
+    assert capability != 90 or spilled_bytes(made) <= (128 if is_prompt and dtype == torch.float32 else 32)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

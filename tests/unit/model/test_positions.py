@@ -25,7 +25,7 @@ def spread(_: nn.Module, prompt: Prompt) -> PromptPositions:
 def test_generated_tokens_go_on_where_the_prompt_that_was_asked_ends(attempts):
     request = GenerateRequest("r", Prompt(ASKED, cache_salt="s"), (SamplingParams(),), StopParams(50))
     for number, tokens in enumerate(attempts):
-        request = request.resumed(f"s{number}", (0,), tokens, 0.0)
+        request = request.resumed(f"s{number}", (0,), tokens)
     count = sum(map(len, attempts))
     placed = PositionRule(3, spread).of_prompt(nn.Module(), request.prompt)
     assert request.prompt.num_generated == count
@@ -37,7 +37,7 @@ def test_generated_tokens_go_on_where_the_prompt_that_was_asked_ends(attempts):
 def test_a_negative_prompt_is_resumed_with_the_same_tokens():
     guidance = Guidance(1.5, Prompt((9, 9)))
     request = GenerateRequest("r", Prompt(ASKED), (SamplingParams(),), StopParams(50), guidance)
-    guided = request.resumed("s", (0,), (7, 8, 6), 0.0).guidance
+    guided = request.resumed("s", (0,), (7, 8, 6)).guidance
     assert guided is not None
     negative = guided.negative_prompt
     assert negative.num_generated == 3 and negative.as_asked == Prompt((9, 9))

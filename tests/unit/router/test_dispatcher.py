@@ -22,6 +22,7 @@ from router.dispatcher import Dispatcher, TokenStream
 from router.flow.continuation import MAX_REPLAYS
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
+from router.flow.state import ClientRequest
 from router.policy import ClusterView
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.local_prefill import LocalPrefillPolicy
@@ -79,7 +80,7 @@ class Door:
         await self.calls.setdefault(request_id, asyncio.get_running_loop().create_future())
 
     def streams(self, request: GenerateRequest, hashes: tuple[bytes, ...] = ()) -> list[TokenStream]:
-        return self.dispatcher.generate(request, (), hashes, RequestTimeline(0.0))
+        return self.dispatcher.generate(ClientRequest(request, (), hashes, RequestTimeline(0.0)))
 
     def token(self, token_id: int, choice: int = 0, reason: FinishReason | None = None) -> None:
         event = TokenEvent("r", (token_id,), reason, choice_idx=choice)

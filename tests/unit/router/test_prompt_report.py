@@ -97,5 +97,5 @@ async def test_an_echo_alone_reads_nothing_and_may_be_all():
 
 def test_a_request_that_goes_on_has_told_its_prompt_with_the_first_token():
     request = GenerateRequest("r", SHOWN, (SamplingParams(),), StopParams(4), num_prompt_logprobs=0)
-    assert request.resumed("r.1", (0,), (), 0.0).num_prompt_logprobs == 0
-    assert request.resumed("r.1", (0,), (7,), 0.0).num_prompt_logprobs is None
+    assert request.resumed("r.1", (0,), ()).num_prompt_logprobs == 0
+    assert request.resumed("r.1", (0,), (7,)).num_prompt_logprobs is None

@@ -15,8 +15,8 @@ from cluster.media.sources import MediaSource
 from cluster.text.chat import NO_OPTIONS, ChatMedia, ChatMessage, ChatOptions, ChatText, LaidOutMedia
 from cluster.types.media import MediaOptions, Modality, PlacedMedia
 from cluster.types.request import Prompt, SamplingParams
-from router.calls import ChatCall, GuidanceRules, MediaRules, StopRules
-from router.prompts.builder import PromptBuilder, items_of_earlier_turns, without_items
+from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules
+from router.prompts.builder import PreparedPrompt, PromptBuilder, items_of_earlier_turns, without_items
 from router.prompts.media import MediaPlanner
 from tests.unit.router.test_media import AS_NEEDED, FakeProcessor, contents_of
 
@@ -95,6 +95,12 @@ def call(
 
 def prepared(built: PromptBuilder, asked: ChatCall, *contents: bytes | MediaError, share: float = 1.0):
     return built.chat(asked, contents_of(asked.media, contents, asked.media_rules), share)
+
+
+def completed(prompt: str | tuple[int, ...], **fields: Any) -> PreparedPrompt:
+    stop = StopRules(10, (), ())
+    asked = CompletionCall(model="m", sampling=(SamplingParams(),), stop=stop, prompts=(prompt,), **fields)
+    return builder().completion(asked, prompt)
 
 
 TALK = (
@@ -245,9 +251,7 @@ def test_names_of_items_and_of_blocks_differ_between_salts():
     )
     assert len({got.items[0].media_hash for got in (plain, other, salted)}) == 3
     assert len({got.block_hashes[0] for got in (plain, other, salted)}) == 3
-    words = [
-        builder().completion("a question of more than sixteen letters", cache_salt=salt) for salt in ("", "s")
-    ]
+    words = [completed("a question of more than sixteen letters", cache_salt=salt) for salt in ("", "s")]
     assert words[0].block_hashes[0] != words[1].block_hashes[0]
 
 
@@ -258,5 +262,5 @@ def test_a_companion_of_guidance_has_no_media_and_the_prompts_salt():
     )
     assert got.guidance is not None
     assert got.guidance.negative_prompt == Prompt(tuple(map(ord, "nothing")), cache_salt="s")
-    bare = builder().completion((1, 2, 3), GuidanceRules(2.0, None))
+    bare = completed((1, 2, 3), guidance=GuidanceRules(2.0, None))
     assert bare.guidance is not None and bare.guidance.negative_prompt.token_ids == (3,)

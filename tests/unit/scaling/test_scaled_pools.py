@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
+from bench.router.scaled_pools import Bounds, ScaledPools
 from cluster.config.settings import AdmissionArgs
 from cluster.types.members import Phase, Role
 from deploy.simulator.hardware import A100, VL_7B
 from deploy.simulator.layouts import ROLES, Layout, worker, workers
-from deploy.simulator.scaled import Bounds, ScaledPools
 from deploy.simulator.simulation import Simulation
 from deploy.simulator.workload import Draft, SimRequest, block_keys
 from router.policy import ClusterView, Decision, JointPolicy, Policy, RequestView, make_policy

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scheduling.chunks import Chunk, ChunkScheduler, Span, cut, usable_prefix
+from cluster.scheduling.chunks import ChunkScheduler, Span, cut, usable_prefix
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 
 SHARE = 0.5
@@ -36,24 +36,24 @@ def test_within_a_class_the_order_is_the_virtual_deadline():
     add_text(chunks, "large", 8)
     add_text(chunks, "late", 3, arrived_at=5)
     add_text(chunks, "small", 4)
-    assert chunks.schedule(10) == [Chunk("small", 4), Chunk("large", 6)]
+    assert list(chunks.schedule(10).items()) == [("small", 4), ("large", 6)]
 
 
 def test_text_gets_its_share_beside_a_media_prompt_that_came_first():
     chunks = scheduler(text_share=0.25)
     add_media(chunks, "video", 7680)
     add_text(chunks, "text", 100, arrived_at=60)
-    assert chunks.schedule(40) == [Chunk("video", 30), Chunk("text", 10)]
+    assert list(chunks.schedule(40).items()) == [("video", 30), ("text", 10)]
 
 
 def test_what_one_class_cannot_use_goes_to_the_other():
     chunks = scheduler()
     add_media(chunks, "video", 100)
-    assert chunks.schedule(40) == [Chunk("video", 40)]
+    assert list(chunks.schedule(40).items()) == [("video", 40)]
     add_text(chunks, "text", 6, arrived_at=60)
-    assert chunks.schedule(40) == [Chunk("video", 34), Chunk("text", 6)]
+    assert list(chunks.schedule(40).items()) == [("video", 34), ("text", 6)]
     chunks.remove("video")
-    assert chunks.schedule(40) == [Chunk("text", 6)]
+    assert list(chunks.schedule(40).items()) == [("text", 6)]
 
 
 def test_no_more_is_kept_for_text_than_it_has_left():
@@ -63,54 +63,54 @@ def test_no_more_is_kept_for_text_than_it_has_left():
     add_text(chunks, "done", 20, arrived_at=60)
     chunks.set_computed("text", 18)
     chunks.remove("done")
-    assert chunks.schedule(40) == [Chunk("video", 38), Chunk("text", 2)]
+    assert list(chunks.schedule(40).items()) == [("video", 38), ("text", 2)]
 
 
 def test_more_urgent_text_is_not_held_to_its_share():
     chunks = scheduler()
     add_text(chunks, "text", 35)
     add_media(chunks, "video", 100, arrived_at=1)
-    assert chunks.schedule(40) == [Chunk("text", 35), Chunk("video", 5)]
+    assert list(chunks.schedule(40).items()) == [("text", 35), ("video", 5)]
 
 
 def test_media_moves_even_when_text_owns_the_whole_step():
     chunks = scheduler(text_share=1)
     add_media(chunks, "video", 100)
     add_text(chunks, "text", 100, arrived_at=60)
-    assert chunks.schedule(16) == [Chunk("video", 1), Chunk("text", 15)]
+    assert list(chunks.schedule(16).items()) == [("video", 1), ("text", 15)]
 
 
 def test_a_prompt_whose_media_is_being_encoded_delays_no_other():
     chunks = scheduler()
     chunks.add(Ticket("waits", 0, 20, is_text=False), 20)
     add_media(chunks, "runs", 30, arrived_at=60)
-    assert chunks.schedule(16) == [Chunk("runs", 16)]
+    assert list(chunks.schedule(16).items()) == [("runs", 16)]
     chunks.set_ready("waits", 8)
-    assert chunks.schedule(16) == [Chunk("waits", 8), Chunk("runs", 8)]
+    assert list(chunks.schedule(16).items()) == [("waits", 8), ("runs", 8)]
     chunks.set_computed("waits", 8)
-    assert chunks.schedule(16) == [Chunk("runs", 16)]
+    assert list(chunks.schedule(16).items()) == [("runs", 16)]
 
 
 def test_a_cached_prefix_is_not_run_again():
     chunks = scheduler()
     add_text(chunks, "a", 20)
     chunks.set_computed("a", 16)
-    assert chunks.schedule(16) == [Chunk("a", 4)]
+    assert list(chunks.schedule(16).items()) == [("a", 4)]
 
 
 def test_a_chunk_ends_before_a_span_that_may_not_be_cut():
     chunks = scheduler()
     add_media(chunks, "a", 40, ((8, 24),))
-    assert chunks.schedule(16) == [Chunk("a", 8)]
+    assert list(chunks.schedule(16).items()) == [("a", 8)]
 
 
 def test_a_span_longer_than_the_budget_runs_whole_as_the_first_chunk_beside_texts_share():
     chunks = scheduler()
     add_media(chunks, "image", 40, ((0, 24),))
     add_media(chunks, "other", 40, arrived_at=1)
-    assert chunks.schedule(16) == [Chunk("image", 24)]
+    assert list(chunks.schedule(16).items()) == [("image", 24)]
     add_text(chunks, "text", 100, arrived_at=2)
-    assert chunks.schedule(16) == [Chunk("image", 24), Chunk("text", 8)]
+    assert list(chunks.schedule(16).items()) == [("image", 24), ("text", 8)]
 
 
 def test_a_span_that_does_not_fit_waits_and_is_skipped():
@@ -118,16 +118,16 @@ def test_a_span_that_does_not_fit_waits_and_is_skipped():
     add_text(chunks, "text", 10)
     add_media(chunks, "image", 32, ((0, 32),))
     add_media(chunks, "video", 50, arrived_at=60)
-    assert chunks.schedule(16) == [Chunk("text", 10), Chunk("video", 6)]
+    assert list(chunks.schedule(16).items()) == [("text", 10), ("video", 6)]
 
 
 def test_half_a_span_is_not_ready():
     chunks = scheduler()
     chunks.add(Ticket("a", 0, 40, is_text=False), 40, ((8, 24),))
     chunks.set_ready("a", 20)
-    assert chunks.schedule(64) == [Chunk("a", 8)]
+    assert list(chunks.schedule(64).items()) == [("a", 8)]
     chunks.set_computed("a", 8)
-    assert chunks.schedule(64) == []
+    assert list(chunks.schedule(64).items()) == []
 
 
 def test_a_request_that_left_is_forgotten_and_an_unknown_one_is_refused():
@@ -137,7 +137,7 @@ def test_a_request_that_left_is_forgotten_and_an_unknown_one_is_refused():
         add_text(chunks, "a", 4)
     chunks.remove("a")
     chunks.remove("a")
-    assert not chunks and "a" not in chunks and chunks.schedule(8) == []
+    assert not chunks and "a" not in chunks and list(chunks.schedule(8).items()) == []
     with pytest.raises(KeyError):
         chunks.set_computed("a", 1)
     with pytest.raises(KeyError):
@@ -208,24 +208,24 @@ def test_every_step_keeps_budget_share_and_spans_and_asking_changes_nothing(
 
     step = chunks.schedule(budget)
     assert chunks.schedule(budget) == step
-    assert len({chunk.request_id for chunk in step}) == len(step)
-    assert all(chunk.num_scheduled_tokens > 0 for chunk in step)
+    assert all(num_tokens > 0 for num_tokens in step.values())
     assert bool(step) == any(runnable.values())
 
     def total(is_text: bool) -> int:
-        return sum(chunk.num_scheduled_tokens for chunk in step if is_text_of[chunk.request_id] == is_text)
+        return sum(num_tokens for name, num_tokens in step.items() if is_text_of[name] == is_text)
 
     owed = min(ceil(text_share * budget), budget - 1, runnable[True])
     assert total(True) >= owed
     if total(True) + total(False) > budget:
-        computed, spans = spans_of[step[0].request_id]
-        assert (computed, computed + step[0].num_scheduled_tokens) in spans
-        assert total(False) == step[0].num_scheduled_tokens and total(True) == owed
+        first, num_tokens = next(iter(step.items()))
+        computed, spans = spans_of[first]
+        assert (computed, computed + num_tokens) in spans
+        assert total(False) == num_tokens and total(True) == owed
     elif not any(spans for _, spans in spans_of.values()):
         assert total(True) + total(False) == min(budget, sum(runnable.values()))
-    for chunk in step:
-        computed, spans = spans_of[chunk.request_id]
-        end = computed + chunk.num_scheduled_tokens
+    for request_id, num_tokens in step.items():
+        computed, spans = spans_of[request_id]
+        end = computed + num_tokens
         assert not any(span_start < end < span_end for span_start, span_end in spans)
 
 

@@ -41,13 +41,13 @@ def finish_steps(
             chunks.add(ticket, ticket.num_tokens, prompt_of[ticket.request_id].uncut_spans)
             chunks.set_ready(ticket.request_id, ticket.num_tokens)
         now += 1
-        for chunk in chunks.schedule(budget):
-            left[chunk.request_id] -= chunk.num_scheduled_tokens
-            total = prompt_of[chunk.request_id].ticket.num_tokens
-            chunks.set_computed(chunk.request_id, total - left[chunk.request_id])
-            if not left[chunk.request_id]:
-                chunks.remove(chunk.request_id)
-                finished[chunk.request_id] = now
+        for request_id, num_tokens in chunks.schedule(budget).items():
+            left[request_id] -= num_tokens
+            total = prompt_of[request_id].ticket.num_tokens
+            chunks.set_computed(request_id, total - left[request_id])
+            if not left[request_id]:
+                chunks.remove(request_id)
+                finished[request_id] = now
     return finished
 
 

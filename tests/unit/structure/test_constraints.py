@@ -141,7 +141,7 @@ def test_an_answer_that_goes_on_elsewhere_is_in_the_same_state():
 
 def test_a_request_keeps_its_structure_when_it_goes_on_elsewhere():
     request = Bench().prepare("a", OBJECT)
-    assert request.resumed("b", (0,), (5,), 0.0).structure == OBJECT and not request.is_plain
+    assert request.resumed("b", (0,), (5,)).structure == OBJECT and not request.is_plain
 
 
 def test_masks_of_a_step_are_those_of_each_choice_and_draft():

@@ -61,14 +61,14 @@ def first_token_s(prompts: Sequence[RequestView]) -> float:
     add(waiting.pop(0))
     while True:
         step = chunks.schedule(MAX_TOKENS)
-        now += PREFILL.seconds(sum(chunk.num_scheduled_tokens for chunk in step))
-        for chunk in step:
-            computed[chunk.request_id] += chunk.num_scheduled_tokens
-            if computed[chunk.request_id] < tokens[chunk.request_id]:
-                chunks.set_computed(chunk.request_id, computed[chunk.request_id])
+        now += PREFILL.seconds(sum(step.values()))
+        for request_id, num_tokens in step.items():
+            computed[request_id] += num_tokens
+            if computed[request_id] < tokens[request_id]:
+                chunks.set_computed(request_id, computed[request_id])
                 continue
-            chunks.remove(chunk.request_id)
-            if chunk.request_id == prompts[-1].request_id:
+            chunks.remove(request_id)
+            if request_id == prompts[-1].request_id:
                 return now
         while waiting:
             add(waiting.pop(0))
