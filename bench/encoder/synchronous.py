@@ -165,6 +165,8 @@ class SynchronousEngine:
 class OneToken:
     """The token events of one request: exactly one."""
 
+    has_next = False  # tokens that are there already
+
     def __init__(self, request_id: str, token: asyncio.Future[int]):
         self._request_id = request_id
         self._token = token

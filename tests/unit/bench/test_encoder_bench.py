@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from hypothesis import given
@@ -19,12 +20,13 @@ from bench.encoder.clients import required, tally
 from bench.encoder.crowd import ENCODER_ITEMS
 from bench.encoder.models import CALL_ARGUMENTS, processor_config
 from bench.encoder.overlap import Texts, slow_down
-from bench.encoder.synchronous import SynchronousEngine, fill_step
+from bench.encoder.synchronous import SynchronousDoor, SynchronousEngine, fill_step
 from bench.engine.prompts import Prompts
 from bench.records import append, read
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from router.api.app import build_api
 from router.flow.state import ClientRequest
 from router.telemetry.timeline import RequestTimeline
 
@@ -71,6 +73,17 @@ def test_the_baseline_answers_the_same_however_long_its_steps_are() -> None:
 
     whole, cut = asyncio.run(answers(2048)), asyncio.run(answers(32))
     assert whole == cut and [len(token_ids) for token_ids in whole] == [1, 1, 1]
+
+
+async def test_the_baseline_streams_its_token_over_http() -> None:
+    args = ClusterArgs.model_validate({"model": str(DEMO), "prefill": {"kv_blocks": 64}})
+    door = SynchronousDoor(args, SynchronousEngine(args, torch.float32))
+    messages = [{"role": "user", "content": "hello"}]
+    asked = {"model": args.model_id, "messages": messages, "max_tokens": 1, "stream": True}
+    transport = httpx.ASGITransport(app=build_api(door))
+    async with asyncio.timeout(60), httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+        answer = await client.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 200 and answer.text.count('"content":') and "[DONE]" in answer.text
 
 
 def test_the_baseline_refuses_longer_answers() -> None:
