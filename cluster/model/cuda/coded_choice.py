@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 CODED_KERNELS = CodedKernels(whole_product, experts_forward)
 _ROWS = (1, 2, 17, CODED_ROWS + 1)  # each by another kernel
+_NUM_COLUMNS = 16  # whose weights are compared one by one
 # Relative, by the 2-norm. Sums of 16 bit numbers are rounded once, and of many rows the weights, too.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 
@@ -91,13 +92,19 @@ def _fault(linear: CodedLinear, dtype: torch.dtype) -> str | None:
     """Why it must not be used; None: it is right. Of a rank, its own part of the product is compared."""
     device, width = linear.numbers.device, linear.codes.width
     weight = linear.codes.plain(torch.float32)
+    bias = None if linear.bias is None else linear.bias.float()
     generator = torch.Generator().manual_seed(0)
     for num_rows in _ROWS:
         x = torch.randn(num_rows, width, generator=generator).to(device, dtype)
-        bias = None if linear.bias is None else linear.bias.float()
         expected = F.linear(x.float(), weight, bias)
         if (fault := _fault_of_rows(partial(linear.multiply, x), expected, dtype)) is not None:
             return fault
+    # Single weights: no sum hides a number that is nearly right, as smallest ones are that become zero.
+    columns = torch.arange(0, width, -(-width // _NUM_COLUMNS), device=device)
+    ones = F.one_hot(columns, width).to(dtype)
+    expected = weight[:, columns].T if bias is None else weight[:, columns].T + bias
+    if not torch.equal(linear.multiply(ones), expected.to(dtype)):
+        return "its numbers are not those of its codes"
     return None
 
 

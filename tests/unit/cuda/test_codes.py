@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
-from torch import nn
+from torch import Tensor, nn
 
 from cluster.model import language_parts
 from cluster.model.cuda import choice
+from cluster.model.cuda.coded_choice import keep_right_codes
 from cluster.model.cuda.coded_products import CODED_ROWS, coded_product
+from cluster.model.cuda.expert_products import experts_forward
 from cluster.model.cuda.graphs import capture_cuda
 from cluster.model.cuda.merging import merged_codes
 from cluster.model.language_parts import load_parts
-from cluster.model.layers.codes import CodedLinear, CodeKind, Codes
+from cluster.model.layers.codes import CodedLinear, CodedProduct, CodeKind, Codes
 from cluster.model.loading import Half, load_half
 from cluster.model.sharding import UNDIVIDED
 from tests.fakes.cuda_device import SimulatedCuda
@@ -80,6 +83,30 @@ def test_kernels_that_compute_nothing_leave_plain_weights(folder: Path, device, 
     assert "coded_rows" in {launch.kernel for launch in launches}
     assert not coded(parts.model) and "dequantised, because its product of 1 rows is wrong" in caplog.text
     assert parts.scratch_bytes == 0
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_kernels_that_lose_the_smallest_numbers_leave_plain_weights(has_bias: bool, caplog) -> None:
+    """E4M3 has eight numbers below its normal ones, too small for an error of a whole product."""
+    codes = Codes(
+        CodeKind.E4M3, (torch.arange(64 * 256) % 127).to(torch.uint8).view(64, 256), torch.ones(64, 1), None,
+        256, 256, 1,
+    )  # fmt: skip
+
+    def without(least: float) -> CodedProduct:
+        def product(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
+            weight = codes.plain(torch.float32)
+            more = None if bias is None else bias.float()
+            return F.linear(x.float(), weight * (weight.abs() >= least), more).to(x.dtype)
+
+        return product
+
+    for least, num_left in ((0.0, 1), (2.0**-6, 0)):
+        linear = CodedLinear(codes, torch.randn(64).bfloat16() if has_bias else None, without(least))
+        model = nn.ModuleDict({"only": linear})
+        keep_right_codes(model, torch.bfloat16, experts_forward)
+        assert len(coded(model)) == num_left
+    assert "its numbers are not those of its codes" in caplog.text
 
 
 @pytest.mark.parametrize(
