@@ -61,8 +61,8 @@ def _chosen(
 ) -> CudaAttention | None:  # fmt: skip
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     ours = CudaAttention(fallback, processors)
-    answers = [_Step(device, dtype, shape, sizes) for sizes in DECODES]
-    prompts = [_Step(device, dtype, shape, sizes) for sizes in CHUNKS]
+    answers = [TrialStep(device, dtype, shape, sizes) for sizes in DECODES]
+    prompts = [TrialStep(device, dtype, shape, sizes) for sizes in CHUNKS]
     answers_s = _seconds(answers, "answers", "our kernels", ours)
     best_s = _seconds(prompts, "long prompt chunks", "our kernels", ours)
     if answers_s is None or best_s is None:
@@ -79,7 +79,7 @@ def _chosen(
     return CudaAttention(fallback, processors, best)
 
 
-def _seconds(steps: Sequence[_Step], what: str, name: str, backend: AttentionBackend) -> float | None:
+def _seconds(steps: Sequence[TrialStep], what: str, name: str, backend: AttentionBackend) -> float | None:
     """None: it fails, or gives wrong numbers."""
     try:
         seconds = [step.seconds(backend) for step in steps]
@@ -92,7 +92,7 @@ def _seconds(steps: Sequence[_Step], what: str, name: str, backend: AttentionBac
     return sum(seconds)
 
 
-class _Step:
+class TrialStep:
     """One layer's attention over random KV."""
 
     def __init__(

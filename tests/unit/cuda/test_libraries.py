@@ -173,13 +173,13 @@ def chosen(libraries, dtype: torch.dtype = BF16, shape: AttentionShape = SHAPE):
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[object, float]:
     """In place of measured times: seconds by library; None: ours."""
     seconds: dict[object, float] = {}
-    checked = choice._Step.seconds
+    checked = choice.TrialStep.seconds
 
     def given(step, backend: CudaAttention) -> float:
         checked(step, backend)
         return seconds[backend.library]
 
-    monkeypatch.setattr(choice._Step, "seconds", given)
+    monkeypatch.setattr(choice.TrialStep, "seconds", given)
     return seconds
 
 
