@@ -320,5 +320,6 @@ MORE: dict[str, Part] = {
     "preparing": Part(90, preparing),
     "encoder-batches": Part(60, encoder_batches),
     "images-whole": Part(90, partial(served.image_load, "whole")),
+    "images-two-encoders": Part(90, partial(served.image_load, "2e-p-d")),
 }
 PARTS = RUN | MORE

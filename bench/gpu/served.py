@@ -31,12 +31,13 @@ from bench.metrics import grown, model_id, page, samples
 READY_TIMEOUT_S = 150.0
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 CONFIG = REPOSITORY / "deploy" / "cluster-one-gpu.yaml"
-# Roles, and the part of the GPU that Ray counts for each of them.
-TOPOLOGIES: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
-    "whole": (("whole",), (1.0,)),
-    "e-p-d": (("encode", "prefill", "decode"), (0.2, 0.4, 0.4)),
+EPD_KV_BLOCKS = {"prefill": {"kv_blocks": 4096}, "decode": {"kv_blocks": 8192}}
+# Of each role the number of workers, and the part of the GPU that Ray counts for each.
+TOPOLOGIES: Mapping[str, Mapping[str, tuple[int, float]]] = {
+    "whole": {"whole": (1, 1.0)},
+    "e-p-d": {"encode": (1, 0.2), "prefill": (1, 0.4), "decode": (1, 0.4)},
+    "2e-p-d": {"encode": (2, 0.1), "prefill": (1, 0.4), "decode": (1, 0.4)},
 }
-KV_BLOCKS = {"e-p-d": {"prefill": {"kv_blocks": 4096}, "decode": {"kv_blocks": 8192}}, "whole": {}}
 # Of `whole` where several clusters share the GPU, and in nano-vllm's run.
 SHARED_KV_BLOCKS = {"prefill": {"kv_blocks": 2000}, "decode": {"kv_blocks": 6000}}
 OFFLINE_KV_BLOCKS = {"prefill": {"kv_blocks": 2000}, "decode": {"kv_blocks": 12_000}}
@@ -171,13 +172,17 @@ def configuration(topology: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """A Serve configuration for one GPU, on a free port."""
     from bench import clusters
 
-    roles, shares = TOPOLOGIES[topology]
+    roles = TOPOLOGIES[topology]
     content = clusters.configuration(base=CONFIG)
     application = content["applications"][0]
-    application["args"] |= {"roles": list(roles), **KV_BLOCKS[topology], **args}
+    application["args"] |= {"roles": list(roles), **({} if topology == "whole" else EPD_KV_BLOCKS), **args}
     application["deployments"] = [
-        {"name": role.capitalize(), "ray_actor_options": {"num_cpus": 1, "num_gpus": share}}
-        for role, share in zip(roles, shares, strict=True)
+        {
+            "name": role.capitalize(),
+            "num_replicas": num,
+            "ray_actor_options": {"num_cpus": 1, "num_gpus": share},
+        }
+        for role, (num, share) in roles.items()
     ]
     return content
 

@@ -106,6 +106,7 @@ def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
         "load-whole",
         "throughput",
         "images-whole",
+        "images-two-encoders",
         "images-e-p-d",
     ],
 )
@@ -116,7 +117,7 @@ def test_the_clusters_of_a_run_have_valid_settings_and_share_one_gpu(name: str) 
     args = ClusterArgs.model_validate(application["args"])
     workers = application["deployments"]
     assert [worker["name"] for worker in workers] == [role.deployment for role in args.roles]
-    assert sum(worker["ray_actor_options"]["num_gpus"] for worker in workers) == 1
+    assert sum(worker["num_replicas"] * worker["ray_actor_options"]["num_gpus"] for worker in workers) == 1
 
 
 @pytest.mark.parametrize(("name", "millions"), [("0.5b", 494), ("0.6b", 596), ("7b", 7071)])
