@@ -99,13 +99,21 @@ def _fault(linear: CodedLinear, dtype: torch.dtype) -> str | None:
         expected = F.linear(x.float(), weight, bias)
         if (fault := _fault_of_rows(partial(linear.multiply, x), expected, dtype)) is not None:
             return fault
-    # Single weights: no sum hides a number that is nearly right, as smallest ones are that become zero.
-    columns = torch.arange(0, width, -(-width // _NUM_COLUMNS), device=device)
-    ones = F.one_hot(columns, width).to(dtype)
-    expected = weight[:, columns].T if bias is None else weight[:, columns].T + bias
-    if not torch.equal(linear.multiply(ones), expected.to(dtype)):
-        return "its numbers are not those of its codes"
-    return None
+    return (
+        None if _has_right_numbers(linear, weight, bias, dtype) else "its numbers are not those of its codes"
+    )
+
+
+def _has_right_numbers(linear: CodedLinear, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether some columns of the weight are right bit by bit. A sum hides a number that is nearly right, as
+    the smallest ones are that become zero. weight, bias: float32."""
+    width = linear.codes.width
+    columns = torch.arange(0, width, -(-width // _NUM_COLUMNS), device=weight.device)
+    found = linear.multiply(F.one_hot(columns, width).to(dtype))  # by a kernel of those that were compared
+    once = weight[:, columns].T
+    twice = once.to(dtype).float()  # weights of short groups are rounded before a bias is added
+    sums = (each if bias is None else each + bias for each in (once, twice))
+    return any(torch.equal(found, each.to(dtype)) for each in sums)
 
 
 def _fault_of_rows(multiply: Callable[[], Tensor], expected: Tensor, dtype: torch.dtype) -> str | None:

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from cluster.config.weight_formats import Header, read_entry
+from cluster.model.cuda.coded_choice import keep_right_codes
 from cluster.model.cuda.coded_products import (
     CODED_ROWS,
     coded_product,
@@ -23,6 +24,7 @@ from cluster.model.cuda.coded_products import (
     same_scale,
     whole_product,
 )
+from cluster.model.cuda.expert_products import experts_forward
 from cluster.model.dequantising import DequantisedSlice
 from cluster.model.layers.codes import CodedLinear, CodeKind, Codes, alike
 from tests.fakes.slow_params import often
@@ -257,3 +259,18 @@ def test_a_linear_of_codes_is_a_linear() -> None:
     assert relative(linear(x), F.linear(x, made.plain, bias)) < 1e-6
     assert [name for name, _ in linear.named_parameters()] == ["bias"]
     assert sum(each.nbytes for each in linear.buffers()) < made.plain.nbytes / 4
+
+
+@interpreted
+@each_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_load_keeps_codes_whose_numbers_are_exact(form: str, dtype: torch.dtype) -> None:
+    """Of one share of the columns, and of several, whose sums are joined."""
+    for shape in (SMALL, WIDE):
+        bias = torch.randn(shape[0]).to(dtype)
+        model = nn.ModuleDict({
+            "plain": CodedLinear(case(form, shape).codes, None, whole_product),
+            "biased": CodedLinear(case(form, shape).codes, bias, whole_product),
+        })  # fmt: skip
+        keep_right_codes(model, dtype, experts_forward)
+        assert all(isinstance(linear, CodedLinear) for linear in model.values())
