@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 import torch
+from pytest import approx
 
 from cluster.engine.ahead import may_run_ahead
 from cluster.engine.runner import LanguageRunner
@@ -15,6 +16,7 @@ from cluster.engine.sequence import TokenSequence
 from cluster.engine.state import LanguageRequest, PromptWork
 from cluster.engine.timing import Stopwatch
 from cluster.model.cuda.draw import to_device
+from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import (
     NUM_PLACES,
     GenerateRequest,
@@ -100,7 +102,18 @@ def test_tokens_are_those_of_steps_that_wait(
             batch = requests[::2] if number == 4 else requests
             tokens.append(step(runner, batch, [0, 1] if len(batch) == 2 else goes_on if is_ahead else ()))
         found.append(tokens)
-    assert found[0] == found[1], found
+    assert is_same(found[0], found[1]), found
+
+
+def is_same(one: object, other: object) -> bool:
+    """Numbers may differ in their last bits: a CPU's library multiplies two rows otherwise than three."""
+    if isinstance(one, TokenLogprobs) and isinstance(other, TokenLogprobs):
+        return one.top_ids == other.top_ids and [one.drawn, *one.top] == approx(
+            [other.drawn, *other.top], abs=1e-5
+        )
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return one == other
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingParams()])
