@@ -27,7 +27,7 @@ from bench.gpu.issue import CONVERSIONS, PROCESSORS, bound
 from bench.gpu.matrices import empty
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention, StepTensors
-from cluster.model.cuda import adapter_products, coded_products, layer_calls, paged_attention
+from cluster.model.cuda import adapter_products, coded_products, layer_calls, paged_attention, products
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 
 SHARED_BYTES, REGISTERS, WARPS = 228 << 10, 65536, 64  # of one multiprocessor of an H100
@@ -64,7 +64,7 @@ def launches() -> Iterator[Launch]:
         found.append((self, grid, dict(zip(self.arg_names, args, strict=False)) | kwargs))
 
     triton.runtime.jit.JITFunction.run = run
-    for module in (layer_calls, paged_attention, coded_products, adapter_products):
+    for module in (layer_calls, products, paged_attention, coded_products, adapter_products):
         module.early = lambda _device: {"EARLY": True, "launch_pdl": True}  # type: ignore[assignment]
     for model in MODELS:
         for step, sizes in STEPS.items():
@@ -88,8 +88,8 @@ def _layer(model: str, num_tokens: int, num_seqs: int, kv_cache_dtype: KvCacheDt
     cache = layer_cache(BlockMemory(MemoryLayout(segments), 1), 0)
     x, rows = empty(num_tokens, hidden), empty(num_tokens, heads, width)
     qkv = (heads + 2 * kv_heads) * width
-    layer_calls.add_norm(x, layer_calls.product(empty(num_tokens, inner), empty(hidden, inner), None), norm)
-    shares = layer_calls.product(x, empty(qkv, hidden), None)
+    layer_calls.add_norm(x, products.product(empty(num_tokens, inner), empty(hidden, inner), None), norm)
+    shares = products.product(x, empty(qkv, hidden), None)
     rope = layer_calls.Rope(width, query_norm=of_heads, key_norm=of_heads)
     tables = empty(num_tokens, width)
     layer_calls.rope_write(shares, tables, tables, empty(num_tokens, dtype=torch.int32), cache, heads, rope)
@@ -107,7 +107,7 @@ def _layer(model: str, num_tokens: int, num_seqs: int, kv_cache_dtype: KvCacheDt
     layer = LayerAttention(width**-0.5)
     paged_attention.attend(rows, cache, layer, step, plan, tiles, PROCESSORS)
     layer_calls.gate(
-        layer_calls.product(x, empty(2 * inner, hidden), None), layer_calls.GateActivation(), x.dtype
+        products.product(x, empty(2 * inner, hidden), None), layer_calls.GateActivation(), x.dtype
     )
 
 

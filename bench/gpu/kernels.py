@@ -32,7 +32,8 @@ OURS = {
     "coded_rows": "products", "plain_weight": "products",
     "convolve": MIXERS, "few_tokens": MIXERS, "chunk_systems": MIXERS, "solve_systems": MIXERS,
     "many_tokens": MIXERS, "gated_norm": MIXERS, "short_convolution": MIXERS, "gate_heads": "activation",
-    "product_row": "products", "product_rows": "products", "tile_scores": "draw", "draw_rows": "draw",
+    "product_row": "products", "product_rows": "products", "product_tile": "products",
+    "tile_scores": "draw", "draw_rows": "draw",
 }  # fmt: skip
 # The first that is found in a name, in this order: flash-attn's names hold "cutlass".
 PARTS = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.gpu.issue import Work
-from cluster.model.cuda import adapter_products, coded_products, expert_products
+from cluster.model.cuda import adapter_products, coded_products, expert_products, products
 from cluster.model.layers.codes import RUN, WORDS, CodedExperts, CodeKind, Codes
 
 # outputs and inputs of 7B's four matrices
@@ -48,6 +48,11 @@ def codes(form: str, num_rows: int, width: int) -> Codes:
 
 def calls() -> Iterator[str]:
     """Calls launchers; says what each call was."""
+    for rows, candidates in products.CANDIDATES.items():
+        for name, (num_outputs, width) in MATRICES.items():
+            for cut in candidates:
+                products.product_of_few(empty(rows, width), empty(num_outputs, width), None, cut)
+                yield f"7B {name}, {cut}, {rows}"
     for rows in ROWS:
         for name, (num_outputs, width) in MATRICES.items():
             for form in FORMATS:
@@ -91,8 +96,9 @@ def _adapters(num_tokens: int, width: int, num_outputs: int) -> None:
 def work(name: str, grid: tuple[int, ...], arguments: dict[str, Any]) -> Work | None:
     """None: its programs do not read one matrix in equal parts."""
     given = arguments
-    if name in ("product_row", "product_rows"):
-        return Work(_nbytes(given), prod(grid), given["share_width"] // given["STEP"] - 1)
+    if name in ("product_row", "product_rows", "product_tile"):
+        ahead = name != "product_tile"  # of the loop
+        return Work(_nbytes(given), prod(grid), given["share_width"] // given["STEP"] - ahead)
     if name == "coded_rows":
         return Work(_nbytes(given), prod(grid), given["share_steps"] - 1)
     if name == "multiply_rows":

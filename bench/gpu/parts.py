@@ -24,7 +24,7 @@ from bench.gpu.served import Measurements
 from bench.gpu.steps import StepSizes, StepTiming, attention_step, model_steps
 from bench.gpu.throughput import EngineAlone
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.cuda.layer_calls import product, product_of_few
+from cluster.model.cuda.products import CANDIDATES, limit_of, product_of_few
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.model.sampling import sample
 from cluster.types.request import SamplingParams
@@ -153,9 +153,9 @@ def _device_rate(work: Callable[[], None], num_bytes: int, speed: DeviceSpeed) -
 
 def products(rehearse: bool) -> Measurements:
     """Matrices of decode steps, times few tokens, from graphs and by turns on several copies, so that none is
-    read from the cache. us: by our kernel, which serves up to 16 tokens; torch_us: by cuBLAS."""
+    read from the cache. us: by our kernels, by each cut that is tried when a model is loaded; torch_us: by
+    cuBLAS."""
     speed, sizes = _speed(rehearse), ((1, 16) if rehearse else (1, 4, 16, 32, 64))
-    few = product if rehearse else product_of_few  # which needs triton
     for name in ("tiny",) if rehearse else ("0.5b", "7b"):
         for matrix, (num_outputs, width) in SHAPES[name].matrices.items():
             num_bytes = num_outputs * width * speed.dtype.itemsize
@@ -165,12 +165,15 @@ def products(rehearse: bool) -> Measurements:
             ]
             for num_tokens in sizes:
                 x = torch.randn(num_tokens, width, device=speed.device, dtype=speed.dtype)
-                ours = replayed_s([partial(few, x, weight, None) for weight in weights], speed.device)
                 theirs = replayed_s([partial(F.linear, x, weight) for weight in weights], speed.device)
-                yield {
-                    "what": f"{name} {matrix}, {num_tokens} tokens", "us": 1e6 * ours,
-                    "torch_us": 1e6 * theirs, "gb_per_s": num_bytes / 1e9 / ours,
-                }  # fmt: skip
+                for cut in CANDIDATES[limit_of(num_tokens) or 1]:
+                    # which needs triton
+                    few = F.linear if rehearse else partial(product_of_few, cut=cut)
+                    ours = replayed_s([partial(few, x, weight, None) for weight in weights], speed.device)
+                    yield {
+                        "what": f"{name} {matrix}, {num_tokens} tokens, {cut}", "us": 1e6 * ours,
+                        "torch_us": 1e6 * theirs, "gb_per_s": num_bytes / 1e9 / ours,
+                    }  # fmt: skip
 
 
 def weight_formats(rehearse: bool) -> Measurements:

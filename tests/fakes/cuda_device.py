@@ -288,6 +288,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             name="simulated",
             uuid="GPU-0",
             shared_memory_per_block_optin=232_448,
+            L2_cache_size=1 << 10,
         )
         names: dict[str, Any] = {
             "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None,

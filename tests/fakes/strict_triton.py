@@ -31,6 +31,7 @@ KERNELS = (
     "cluster.model.cuda.filter_kernels",
     "cluster.model.cuda.layer_kernels",
     "cluster.model.cuda.packed_kernels",
+    "cluster.model.cuda.product_kernels",
     "cluster.model.cuda.tower_kernels",
     "cluster.model.cuda.expert_kernels",
     "cluster.model.cuda.mixer_kernels",

@@ -49,8 +49,9 @@ from cluster.model.step_model import OnLayer, StepModel
 
 logger = logging.getLogger(__name__)
 
-# Padding costs at most a third of a step of more than 256 tokens.
-MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+# A step of more than 128 tokens is padded by a quarter at most, and by a fifteenth on average: from some
+# hundred tokens on its time grows with them.
+MIXED_TOKENS = (16, 32, 64, *range(128, 769, 64), *range(896, 2049, 128))
 NUM_PROMPTS = 16  # in a mixed step, beside as many answers as a step of answers holds
 MAX_PROMPTS = 128  # in a step without answers
 # What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred

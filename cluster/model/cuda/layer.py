@@ -34,17 +34,19 @@ from cluster.model.cuda.layer_calls import (
     add_norm,
     gate,
     gate_heads,
-    product,
     rope_write,
 )
 from cluster.model.cuda.layer_forms import Around, Product, activation, around, is_mixer, product_of, ropes
 from cluster.model.cuda.mixers import kernel_of
+from cluster.model.cuda.product_choice import TrialProduct, measure
+from cluster.model.cuda.products import ProductChoice, product
 from cluster.model.half_files import own_share
 from cluster.model.kv_format import layer_cache
 from cluster.model.layers.parts import (
     AttentionParts,
     DecoderParts,
     LayerHalf,
+    Linear,
     MlpParts,
     is_linear,
     is_rms_norm,
@@ -159,6 +161,12 @@ class FusedLayer(nn.Module):
         self.layer_type: str | None = getattr(parts.attention.body, "layer_type", None)
 
     @property
+    def products(self) -> list[Product]:
+        """Those of the halves that are fused."""
+        halves = (half for half in (self._attention, self._mlp) if not isinstance(half, LayerHalf))
+        return [each for half in halves for each in half.products]
+
+    @property
     def has_fused_attention(self) -> bool:
         """Or a mixer in its place."""
         return isinstance(self._attention, FusedAttention | FusedMixer)
@@ -221,8 +229,12 @@ class FusedTextModel:
 
     kernels_s = None
 
-    def __init__(self, rotary: nn.Module, layers: Sequence[FusedLayer], norm: Norm, head: nn.Linear):
+    def __init__(
+        self, rotary: nn.Module, layers: Sequence[FusedLayer], norm: Norm, head: nn.Linear,
+        choice: ProductChoice,
+    ):  # fmt: skip
         self._rotary, self._layers, self._norm, self._head = rotary, layers, norm, head
+        self._choice = choice
         has_types = hasattr(rotary, "layer_types")  # then it gives a table for each
         self._types = [layer.layer_type if has_types else None for layer in layers]
 
@@ -237,7 +249,7 @@ class FusedTextModel:
         hidden = normed(x, pending, self._norm)
         if not (batch.is_decode and len(wanted) == len(x)):
             hidden = hidden[wanted]
-        logits = product(hidden, self._head.weight, self._head.bias, is_whole=True)[0]
+        logits = product(hidden, self._head.weight, self._head.bias, self._choice, is_whole=True)[0]
         if isinstance(self._head, GatheredLinear):
             logits = self._head.collectives.gather(logits, self._head.out_features)
         return logits.float()
@@ -276,7 +288,7 @@ class CudaLayerKernels:
         self._collectives = collectives
         self.is_timed = is_timed
         self.whole_tolerance = _TOLERANCE[dtype]
-        self._attend = attention
+        self._attend, self._choice = attention, ProductChoice()
 
     def can_replace(self, parts: DecoderParts) -> bool:
         attention, mlp = parts.attention.inner, parts.mlp.inner
@@ -302,9 +314,9 @@ class CudaLayerKernels:
         if settings.get("mixer"):
             half = parts.attention
             mixer = FusedMixer(cast(Around, around(half)), half.body)
-            return FusedLayer(mixer, _mlp(parts), parts, self._collectives)
+            return FusedLayer(mixer, self._mlp(parts), parts, self._collectives)
         attention = parts.attention if settings["heads"] is None else self._attention(parts, settings)
-        mlp = _mlp(parts) if settings["mlp"] else parts.mlp
+        mlp = self._mlp(parts) if settings["mlp"] else parts.mlp
         return FusedLayer(attention, mlp, parts, self._collectives)
 
     def tolerance(self, parts: DecoderParts, settings: Settings) -> float:
@@ -318,12 +330,14 @@ class CudaLayerKernels:
 
     def whole(self, parts: TextParts) -> FusedTextModel | None:
         layers = [layer for layer in parts.layers if isinstance(layer, FusedLayer)]
-        norm, head = norm_of(parts.norm) if is_rms_norm(parts.norm) else None, parts.head
+        norm, head = norm_of(parts.norm) if is_rms_norm(parts.norm) else None, cast(nn.Linear, parts.head)
         if norm is None or len(layers) < len(parts.layers) or not _is_head(head):
             return None
         if not all(layer.has_fused_attention for layer in layers):
             return None
-        return FusedTextModel(parts.rotary, layers, norm, cast(nn.Linear, head))
+        if self.is_timed:
+            measure([*_matrices(layers), TrialProduct(head.weight, head.bias, is_whole=True)], self._choice)
+        return FusedTextModel(parts.rotary, layers, norm, head, self._choice)
 
     def _attention(self, parts: DecoderParts, settings: Settings) -> FusedAttention:
         inner, heads = cast(AttentionParts, parts.attention.inner), Heads.from_json(settings["heads"])
@@ -335,19 +349,27 @@ class CudaLayerKernels:
         sinks = getattr(parts.attention.body, "sinks", None)
         sinks = None if sinks is None else own_share(sinks)
         return FusedAttention(
-            cast(Around, around(parts.attention)), cast(Product, product_of(inner.projections)),
-            cast(Product, product_of([inner.out])), rope, heads.num_query,
+            cast(Around, around(parts.attention)), self._product(inner.projections),
+            self._product([inner.out]), rope, heads.num_query,
             replace(heads.attention, sinks=sinks), parts.layer_idx, self._attend,
         )  # fmt: skip
+
+    def _mlp(self, parts: DecoderParts) -> FusedMlp:
+        inner = cast(MlpParts, parts.mlp.inner)
+        return FusedMlp(
+            cast(Around, around(parts.mlp)), self._product(inner.inputs), self._product([inner.down]),
+            cast(GateActivation, activation(parts)),
+        )  # fmt: skip
+
+    def _product(self, linears: Sequence[Linear]) -> Product:
+        return cast(Product, product_of(linears, self._choice))
+
+
+def _matrices(layers: Iterable[FusedLayer]) -> Iterator[TrialProduct]:
+    for each in (each for layer in layers for each in layer.products):
+        if isinstance(each.weight, Tensor):
+            yield TrialProduct(each.weight, each.bias)
 
 
 def _is_head(head: nn.Module) -> bool:
     return is_linear(head) or isinstance(head, GatheredLinear)
-
-
-def _mlp(parts: DecoderParts) -> FusedMlp:
-    inner = cast(MlpParts, parts.mlp.inner)
-    return FusedMlp(
-        cast(Around, around(parts.mlp)), cast(Product, product_of(inner.inputs)),
-        cast(Product, product_of([inner.down])), cast(GateActivation, activation(parts)),
-    )  # fmt: skip

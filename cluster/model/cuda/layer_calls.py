@@ -1,5 +1,5 @@
 """Launches the Triton kernels of a decoder layer (`layer_kernels`): everything between its matrix products
-but attention. A layer is x ← x + scale · post(body(pre(x))) twice, and ten launches in all:
+(`products`) but attention. A layer is x ← x + scale · post(body(pre(x))) twice, and ten launches in all:
 
     add_norm     ends the layer before (residual, its post norm and scale) and norms for this one
     product      one matrix [q; k; v]
@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model.cuda.early import early
@@ -43,12 +42,6 @@ from cluster.model.kv_format import LayerCache
 
 _HEADS_PER_PROGRAM = 4
 _GATE_TILE = 1024
-PRODUCT_ROWS = 16  # tokens that `product` multiplies by our kernels
-_HALVES = (torch.bfloat16, torch.float16)
-# Of `product`, as an H100 measured them for the matrices of 0.5B and 7B models: outputs of a program and
-# columns of an inner step, for one token and for several; programs that fill the device; shares at most.
-_ROW_TILE, _ROW_STEP, _TILE, _STEP = 2, 1024, 64, 128
-_PROGRAMS, _MAX_PRODUCT_SHARES = 200, 8
 
 
 class NormForm(IntEnum):
@@ -112,57 +105,13 @@ class GateActivation:
     offset: float = 0.0
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_whole: bool = False) -> Tensor:
-    """x [T, K] times weight [M, K], plus bias [M], all contiguous. Returns shares [S, T, M]: partial sums in
-    float32, or one in x's dtype (always, with `is_whole`).
-
-    Up to `PRODUCT_ROWS` tokens in 16 bits are multiplied by our kernels, which read small matrices at up to
-    twice the rate of cuBLAS, and large ones 3 to 10 % faster (an H100, `bench.gpu`): few rows fill the device
-    only if the inner dimension is cut. Everything else is torch's."""
-    if x.dtype not in _HALVES or not 0 < len(x) <= PRODUCT_ROWS:
-        return F.linear(x, weight, bias)[None]
-    return product_of_few(x, weight, bias, is_whole=is_whole)
-
-
-def product_of_few(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_whole: bool = False) -> Tensor:
-    """`product` by our kernels: at most 64 tokens, in 16 bits. Above `PRODUCT_ROWS` unmeasured (`bench.gpu`,
-    part products)."""
-    from cluster.model.cuda import layer_kernels
-
-    (num_tokens, width), num_outputs = x.shape, len(weight)
-    tile, step = (_ROW_TILE, _ROW_STEP) if num_tokens == 1 else (_TILE, _STEP)
-    tiles = -(-num_outputs // tile)
-    share_width = width if is_whole else _share_width(num_tokens, num_outputs, width)
-    share_width = -(-share_width // step) * step
-    shares = -(-width // share_width)
-    dtype = torch.float32 if shares > 1 else x.dtype
-    out = torch.empty(shares, num_tokens, num_outputs, dtype=dtype, device=x.device)
-    if num_tokens == 1:
-        layer_kernels.product_row[(tiles, shares)](
-            x, weight, bias, out, num_outputs, width, share_width, TILE=tile, STEP=step, num_warps=4,
-            num_stages=3, **early(x.device),
-        )  # fmt: skip
-    else:
-        layer_kernels.product_rows[(tiles, shares)](
-            x, weight, bias, out, num_tokens, num_outputs, width, share_width,
-            ROWS=max(PRODUCT_ROWS, power_of_two(num_tokens)), TILE=tile, STEP=step, num_warps=4, num_stages=3,
-            **early(x.device),
-        )  # fmt: skip
-    return out
-
-
-def _share_width(num_tokens: int, num_outputs: int, width: int) -> int:
-    """Columns that a program of `product` sums."""
-    if num_tokens == 1:
-        return 4 * _ROW_STEP if num_outputs > 2048 else 2 * _ROW_STEP
-    shares = min(power_of_two(-(-_PROGRAMS * _TILE // num_outputs)), _MAX_PRODUCT_SHARES)
-    return -(-width // shares)
-
-
 def total(shares: Tensor, dtype: torch.dtype) -> Tensor:
     """shares [S, T, M] → their sum [1, T, M] in `dtype`, that of the model; one share is returned itself."""
-    if len(shares) == 1:
-        return shares
+    return shares if len(shares) == 1 else summed(shares, dtype)
+
+
+def summed(shares: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `total`, of one share, too: one launch."""
     from cluster.model.cuda import layer_kernels
 
     _, num_tokens, width = shares.shape

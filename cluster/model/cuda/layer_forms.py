@@ -15,9 +15,10 @@ from cluster.model.collectives import Collectives
 from cluster.model.cuda.adapter_products import add_adapters
 from cluster.model.cuda.coded_products import coded_product
 from cluster.model.cuda.forms import activation_of, norm_of
-from cluster.model.cuda.layer_calls import GateActivation, Norm, Rotation, Table, product, total
+from cluster.model.cuda.layer_calls import GateActivation, Norm, Rotation, Table, total
 from cluster.model.cuda.merging import merged_linears
 from cluster.model.cuda.paged_attention import MAX_WIDTH
+from cluster.model.cuda.products import UNMEASURED, ProductChoice, product
 from cluster.model.layers.codes import CodedLinear, Codes
 from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, Linear
 from cluster.model.layers.search import Settings
@@ -37,13 +38,14 @@ class Product:
     bias: Tensor | None
     updates: SlotMatrices | None  # of LoRA adapters
     collectives: Collectives | None = None  # that sum it over the ranks
+    choice: ProductChoice = UNMEASURED
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, N] → shares [S, T, M]; of a sum over the ranks one, in x's dtype."""
         if isinstance(self.weight, Codes):
             shares = coded_product(x, self.weight, self.bias)
         else:
-            shares = product(x, self.weight, self.bias)
+            shares = product(x, self.weight, self.bias, self.choice)
         if self.updates is not None:
             add_adapters(shares[0], x, self.updates)
         if self.collectives is None:
@@ -51,13 +53,13 @@ class Product:
         return self.collectives.sum(total(shares, x.dtype))
 
 
-def product_of(adapted: Sequence[Linear]) -> Product | None:
+def product_of(adapted: Sequence[Linear], choice: ProductChoice = UNMEASURED) -> Product | None:
     """None: their weights are not one matrix."""
     linears = cast("list[nn.Linear]", [*map(without_adapters, adapted)])
     if (parts := merged_linears(linears)) is None:
         return None
     summed = linears[0].collectives if isinstance(linears[0], SummedLinear) else None
-    return Product(*parts, merged_updates(adapted), summed)
+    return Product(*parts, merged_updates(adapted), summed, choice)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Triton kernels of a decoder layer: of what lies between its matrix products, and of products with few
-tokens. Importing them needs triton; `layer_calls` launches them and says what they compute.
+"""Triton kernels of a decoder layer, of what lies between its matrix products. Importing them needs triton;
+`layer_calls` launches them and says what they compute.
 
 Each kernel reads the last product as SHARES partial results [SHARES, T, width], sums them in order in float32
 and rounds the sum to the model's dtype: a product that is cut along its inner dimension needs no launch of
@@ -333,68 +333,3 @@ def gate_heads(
     places = token * (HEADS * WIDTH) + columns
     numbers = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + places, (numbers * gates).to(dtype), mask=mask)
-
-
-@triton.jit
-def product_row(
-    x, weight, bias, out, num_outputs, width, share_width,
-    TILE: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr = False,
-):  # fmt: skip
-    """Grid (cdiv(num_outputs, TILE), shares). x [width], weight [num_outputs, width]: one row, without the
-    matrix unit, which would idle: the weights are read once and that is all that takes time. A program sums
-    share_width columns, a multiple of STEP. Its first weights are read while the kernel before ends."""
-    let_next_begin(EARLY)
-    outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    share = tl.program_id(1)
-    is_output = outputs < num_outputs
-    end = tl.minimum((share + 1) * share_width, width)
-    rows = weight + outputs.to(tl.int64)[:, None] * width
-    columns = share * share_width + tl.arange(0, STEP)
-    inside = columns < end
-    factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside[None, :], other=0.0)
-    wait_for_last(EARLY)
-    own = tl.load(x + columns, mask=inside, other=0.0)
-    products = factors.to(tl.float32) * own.to(tl.float32)[None, :]
-    for first in range(share * share_width + STEP, end, STEP):
-        columns = first + tl.arange(0, STEP)
-        inside = columns < end
-        factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside[None, :], other=0.0)
-        own = tl.load(x + columns, mask=inside, other=0.0)
-        products += factors.to(tl.float32) * own.to(tl.float32)[None, :]
-    sums = tl.sum(products, 1)
-    if bias is not None:
-        sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)
-    tl.store(out + share * num_outputs + outputs, sums.to(out.dtype.element_ty), mask=is_output)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def product_rows(
-    x, weight, bias, out, num_tokens, num_outputs, width, share_width,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr = False,
-):  # fmt: skip
-    """Grid (cdiv(num_outputs, TILE), shares). x [num_tokens, width], at most ROWS tokens; the rest as in
-    `product_row`. A row's sums are in an order of their own."""
-    let_next_begin(EARLY)
-    outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    tokens = tl.arange(0, ROWS)
-    share = tl.program_id(1)
-    is_output, is_token = outputs < num_outputs, tokens < num_tokens
-    end = tl.minimum((share + 1) * share_width, width)
-    rows = weight + outputs.to(tl.int64)[:, None] * width
-    own_rows = x + tokens[:, None] * width
-    columns = share * share_width + tl.arange(0, STEP)
-    inside = (columns < end)[None, :]
-    factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside, other=0.0)
-    wait_for_last(EARLY)
-    own = tl.load(own_rows + columns[None, :], mask=is_token[:, None] & inside, other=0.0)
-    sums = tl.dot(own, tl.trans(factors), tl.zeros([ROWS, TILE], tl.float32))
-    for first in range(share * share_width + STEP, end, STEP):
-        columns = first + tl.arange(0, STEP)
-        inside = (columns < end)[None, :]
-        factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside, other=0.0)
-        own = tl.load(own_rows + columns[None, :], mask=is_token[:, None] & inside, other=0.0)
-        sums = tl.dot(own, tl.trans(factors), sums)
-    if bias is not None:
-        sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)[None, :]
-    places = (share * num_tokens + tokens)[:, None] * num_outputs + outputs[None, :]
-    tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_token[:, None] & is_output[None, :])

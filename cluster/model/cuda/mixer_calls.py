@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cluster.model.cuda.early import early
-from cluster.model.cuda.layer_calls import product
 from cluster.model.cuda.merging import merged_linears
+from cluster.model.cuda.products import product
 from cluster.model.cuda.tiles import power_of_two
 from cluster.model.state_step import StatefulForward, StepState
 

@@ -79,6 +79,8 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/choice.py:choose cluster/model/cuda/choice.py:_chosen
         cluster/model/cuda/choice.py:_seconds
     """,
+    "test_product_choice.py": """
+        cluster/model/cuda/product_choice.py:replayed_s cluster/model/cuda/product_choice.py:measure """,
     "test_transfer.py": """
         kv_transfer/agents/collective_agent.py:CollectiveAgent.connect
         kv_transfer/agents/collective_agent.py:_identity
@@ -116,6 +118,7 @@ REHEARSED = {  # test file: places
 NOT_REHEARSED = {
     "cluster/model/cuda/early_kernels.py:module": "Triton: test_cuda_layer_compile.py",
     "cluster/model/cuda/layer_kernels.py:module": "Triton: test_cuda_layer_kernels.py, test_cuda_layer_compile.py",
+    "cluster/model/cuda/product_kernels.py:module": "Triton: test_cuda_layer_kernels.py, likewise",
     "cluster/model/cuda/coded_kernels.py:module": "Triton: test_cuda_coded_products.py, likewise",
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
     "cluster/model/cuda/attention_runs.py:module": "Triton: test_cuda_paged_attention.py, likewise",

@@ -319,7 +319,7 @@ def test_sizes_are_those_that_steps_can_have() -> None:
     assert mixed == [(16, 16, 16), (32, 32, 32), (64, 64, 64), *((n, 80, 80) for n in MIXED_TOKENS[3:])]
     assert of(3, 20)[1] == [(16, 16, 16), (32, 19, 19)]
     assert of(3, 0, 4)[1] == [(16, 16, 16)]  # verified drafts alone
-    assert of(64, 0, 4)[1][-1] == (384, 80, 336)
+    assert of(64, 0, 4)[1][-1] == (320, 80, 320)
 
 
 def test_the_memory_of_graphs_is_measured_on_the_largest_ones(device: SimulatedCuda, monkeypatch) -> None:

@@ -12,8 +12,8 @@ import torch
 from cluster.model.cuda.adapter_products import add_to_few
 from cluster.model.cuda.coded_products import coded_product
 from cluster.model.cuda.draw import RECORD, draw_tokens
-from cluster.model.cuda.layer_calls import product
 from cluster.model.cuda.packed_attention import PackedAttention
+from cluster.model.cuda.products import product
 from cluster.model.cuda.tower_calls import QkvHeads, rotate
 from cluster.model.layers.codes import CodeKind, Codes
 from cluster.model.slot_matrices import SlotMatrices

@@ -26,12 +26,11 @@ from cluster.model.cuda.layer_calls import (
     add,
     add_norm,
     gate,
-    product,
-    product_of_few,
     rope_write,
     total,
     write_rows,
 )
+from cluster.model.cuda.products import CANDIDATES, ProductCut, product, product_of_few
 from cluster.model.kv_format import KvCacheDtype, LayerCache, QuantisedRows, kv_segments, layer_cache
 
 pytestmark = [
@@ -321,9 +320,20 @@ def test_a_product_of_few_tokens_is_that_of_torch(num_tokens: int, num_outputs, 
         assert float((found - expected).norm() / expected.norm()) < (1e-5 if is_cut else 1e-3)
 
 
-@pytest.mark.parametrize("num_tokens", [20, 64])
-def test_our_product_takes_more_tokens_than_it_serves(num_tokens: int) -> None:
-    x, weight = torch.randn(num_tokens, 300).half(), (torch.randn(150, 300) * 300**-0.5).half()
-    found = product_of_few(x, weight, None).float().sum(0)
-    expected = nn.functional.linear(x.float(), weight.float())
-    assert float((found - expected).norm() / expected.norm()) < 1e-3
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("cut", [each for limit in (32, 64) for each in CANDIDATES[limit]], ids=str)
+def test_our_product_takes_more_tokens_than_it_serves(cut: ProductCut, is_whole, has_bias) -> None:
+    """Where a measurement finds it faster."""
+    for num_tokens, num_outputs, width in ((17, 150, 300), (cut.tokens, 70, 260)):
+        x, weight = (
+            torch.randn(num_tokens, width).half(),
+            (torch.randn(num_outputs, width) * width**-0.5).half(),
+        )
+        bias = torch.randn(num_outputs).half() if has_bias else None
+        shares = product_of_few(x, weight, bias, cut, is_whole=is_whole)
+        assert (len(shares) > 1) != is_whole
+        found, expected = shares.float().sum(0), nn.functional.linear(x, weight, bias).float()
+        assert float((found - expected).norm() / expected.norm()) < 1e-3
+        alone = product_of_few(x[5:6], weight, bias, cut, is_whole=is_whole)
+        assert torch.equal(alone, shares[:, 5:6])
