@@ -49,8 +49,8 @@ from cluster.model.step_model import OnLayer, StepModel
 
 logger = logging.getLogger(__name__)
 
-# A step of more than 128 tokens is padded by a quarter at most, and by a fifteenth on average: from some
-# hundred tokens on its time grows with them.
+# A step of more than 256 tokens is padded by a quarter at most, and by 7 % on average: from there on
+# its time grows with its tokens.
 MIXED_TOKENS = (16, 32, 64, *range(128, 769, 64), *range(896, 2049, 128))
 NUM_PROMPTS = 16  # in a mixed step, beside as many answers as a step of answers holds
 MAX_PROMPTS = 128  # in a step without answers

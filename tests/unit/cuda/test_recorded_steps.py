@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -320,6 +321,14 @@ def test_sizes_are_those_that_steps_can_have() -> None:
     assert of(3, 20)[1] == [(16, 16, 16), (32, 19, 19)]
     assert of(3, 0, 4)[1] == [(16, 16, 16)]  # verified drafts alone
     assert of(64, 0, 4)[1][-1] == (320, 80, 320)
+
+
+def test_padding_is_a_quarter_at_most_and_7_percent_on_average() -> None:
+    """Of steps of 257 to 2,048 tokens, each as often as its logarithm is equally spread."""
+    counts = np.arange(257, MIXED_TOKENS[-1] + 1)
+    sizes = np.array(MIXED_TOKENS)
+    padding = sizes[np.searchsorted(sizes, counts)] / counts - 1
+    assert padding.max() <= 0.25 and np.average(padding, weights=1 / counts) <= 0.07
 
 
 def test_the_memory_of_graphs_is_measured_on_the_largest_ones(device: SimulatedCuda, monkeypatch) -> None:
