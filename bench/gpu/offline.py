@@ -62,6 +62,15 @@ def offline_requests(
     return [OfflineRequest(prompt, rng.randint(*lengths)) for prompt in prompts]
 
 
+def tokens_read(requests: Sequence[OfflineRequest]) -> int:
+    """Whose K and V all steps of answers read together: each step those of the prompt and of the tokens
+    before."""
+    return sum(
+        (each.num_tokens - 1) * len(each.prompt) + each.num_tokens * (each.num_tokens - 1) // 2
+        for each in requests
+    )
+
+
 def ask_all(url: str, model_id: str) -> list[ClientReport]:
     """All requests at once, by several processes. Blocks until the last answer."""
     start_at = time.monotonic() + START_S

@@ -19,7 +19,7 @@ from bench.gpu import adapters, encoders, experts, formats, hybrids, served
 from bench.gpu.kernels import kernels_of
 from bench.gpu.machine import DeviceSpeed, measure_machine, median_s, nominal_bytes_per_s, release, replayed_s
 from bench.gpu.models import SHAPES, write_checkpoint
-from bench.gpu.offline import OFFLINE_RUN, offline_requests
+from bench.gpu.offline import OFFLINE_RUN, offline_requests, tokens_read
 from bench.gpu.served import Measurements
 from bench.gpu.steps import StepSizes, StepTiming, attention_step, model_steps
 from bench.gpu.throughput import EngineAlone
@@ -91,18 +91,26 @@ def attention(
 
 
 def throughput_engine(rehearse: bool) -> Measurements:
-    """nano-vllm's run on the engine alone."""
+    """nano-vllm's run on the engine alone. of_bound: the time in which bandwidth and peak allow it, if as many
+    steps as the longest answer has read the weights, over the time it took."""
     speed = _speed(rehearse)
     requests = offline_requests(4, (5, 20), 99) if rehearse else offline_requests()
+    shape = SHAPES["tiny" if rehearse else served.OFFLINE_MODEL]
     with tempfile.TemporaryDirectory() as folder:
         if rehearse:
-            model = write_checkpoint(SHAPES["tiny"], Path(folder), speed.device, speed.dtype)
+            model = write_checkpoint(shape, Path(folder), speed.device, speed.dtype)
         else:
             model = served.offline_model()
         engine = EngineAlone(model, speed)
     seconds = engine.compute(requests)
-    rate = engine.num_tokens / seconds
-    yield {"what": OFFLINE_RUN, "tokens_per_s": rate, "s": seconds, "num_tokens": engine.num_tokens}
+    weight_bytes = max(each.num_tokens for each in requests) * shape.num_weights * speed.dtype.itemsize
+    read_s = (weight_bytes + tokens_read(requests) * engine.token_bytes) / speed.bytes_per_s
+    products = 2 * shape.layer_weights * sum(len(each.prompt) for each in requests)
+    yield {
+        "what": OFFLINE_RUN, "tokens_per_s": engine.num_tokens / seconds, "s": seconds,
+        "num_tokens": engine.num_tokens, "num_steps": engine.num_steps,
+        "of_bound": (read_s + products / speed.flops_per_s) / seconds,
+    }  # fmt: skip
 
 
 def wire(rehearse: bool) -> Measurements:

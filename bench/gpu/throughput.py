@@ -60,7 +60,8 @@ class EngineAlone:
         store = FeatureStore(rows, BlockPool(1, 1), features)
         runner = LanguageRunner(model, language.steps, language.kv, store)
         blocks, self._slots = BlockPool(language.num_kv_blocks, args.block_size), no_cpu_slots(clock)
-        self.num_tokens = 0
+        self.num_tokens = self.num_steps = 0
+        self.token_bytes = language.kv.layout.block_bytes / args.block_size  # K and V of a token
         self._num_open = 0
         self._outbox = Outbox(self._receive)
         self._outbox.add_door(DOOR)
@@ -85,7 +86,7 @@ class EngineAlone:
         warm_up_prompts(runner, blocks, budget, self._slots, min(MAX_PROMPT_TOKENS, model.max_model_len))
 
     def compute(self, requests: Sequence[OfflineRequest]) -> float:
-        """All at once. Returns seconds; `num_tokens` counts the generated tokens."""
+        """All at once. Returns seconds; `num_tokens` and `num_steps` count."""
         started_at = time.monotonic()
         for number, each in enumerate(requests):
             request = GenerateRequest(
@@ -96,6 +97,7 @@ class EngineAlone:
             self._engine.start(DOOR, StartDecode(request, TIMEOUT_S, prefills=True), time.monotonic())
         while self._num_open:
             self._engine.step()
+            self.num_steps += 1
         return time.monotonic() - started_at
 
     def _receive(self, batch: list[tuple[int, ChannelMessage]]) -> None:

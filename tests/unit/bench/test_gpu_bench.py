@@ -21,7 +21,7 @@ from bench.gpu.__main__ import run_all, table
 from bench.gpu.goals import GOALS, judged
 from bench.gpu.kernels import KINDS, OTHER, OURS, kernel_table, kind_of, summed
 from bench.gpu.models import SHAPES
-from bench.gpu.offline import TEMPLATE_TOKENS, offline_requests
+from bench.gpu.offline import TEMPLATE_TOKENS, OfflineRequest, offline_requests, tokens_read
 from bench.gpu.parts import PARTS, RUN, RUN_S
 from cluster.config.settings import ClusterArgs
 from tests.fakes.processes import fork_server, import_without
@@ -196,6 +196,11 @@ def test_the_offline_run_has_the_published_lengths() -> None:
     assert sum(request.num_tokens for request in requests) == 133_966
     assert sum(len(request.prompt) for request in requests) == 142_827
     assert min(len(request.prompt) for request in requests) > TEMPLATE_TOKENS
+
+
+def test_each_step_reads_the_prompt_and_the_tokens_before() -> None:
+    requests = [OfflineRequest((1, 2, 3), 4), OfflineRequest((1, 2), 1)]
+    assert tokens_read(requests) == (3 + 1) + (3 + 2) + (3 + 3)  # the first token is the prompt's
 
 
 def test_prompts_over_http_have_as_many_tokens_as_those_of_the_engine(tmp_path: Path) -> None:
