@@ -97,11 +97,7 @@ class Codec:
         with Triton as one launch."""
         device = kv.buffer.device
         if device.type == "cuda" and has_triton():
-            layers, blocks, wire_ids = (
-                np.concatenate(parts) for parts in zip(*map(_rows, jobs), strict=True)
-            )
-            self._table_of(kv, wire).code(layers, blocks, wire_ids, encodes=encodes)
-            return
+            return self._table_of(kv, wire).code(places_of(jobs, self.blocks_per_group), encodes=encodes)
         for job in jobs:
             if self._native is not None and device.type == "cpu":
                 self._call_native("codec_encode" if encodes else "codec_decode", kv, wire, job)
@@ -183,11 +179,16 @@ class Codec:
         return np.array(table, dtype=np.int64).reshape(self.num_layers, 2, 6)
 
 
-def _rows(job: CodingJob) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Layers, blocks and wire blocks of each group in each layer."""
-    count = len(job.layers)
-    layers = np.tile(job.layers, len(job.wire_blocks))
-    return layers, np.repeat(job.blocks, count, axis=0), np.repeat(job.wire_blocks, count)
+def places_of(jobs: Sequence[CodingJob], num_blocks: int) -> np.ndarray:
+    """[J, 2 + num_blocks] int32: layer, wire block and blocks of each group in each layer."""
+    sizes = [(len(job.wire_blocks), len(job.layers)) for job in jobs]
+    places = np.empty((sum(groups * layers for groups, layers in sizes), 2 + num_blocks), dtype=np.int32)
+    first = 0
+    for job, (groups, layers) in zip(jobs, sizes, strict=True):
+        own = places[first : first + groups * layers].reshape(groups, layers, -1)
+        own[:, :, 0], own[:, :, 1], own[:, :, 2:] = job.layers, job.wire_blocks[:, None], job.blocks[:, None]
+        first += groups * layers
+    return places
 
 
 def _ids(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray, end: int) -> np.ndarray:

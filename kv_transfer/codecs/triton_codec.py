@@ -196,10 +196,8 @@ class SegmentTable:
         self._kv = kv.buffer.view(kv.segments[0].dtype)
         self._codes, self._scales = wire.buffer.view(torch.int8), wire.buffer.view(torch.float16)
 
-    def code(self, layers: np.ndarray, blocks: np.ndarray, wire_blocks: np.ndarray, *, encodes: bool) -> None:
-        """Encodes or decodes group i, blocks[i] [n] and wire_blocks[i], in layer layers[i]. Enqueued on the
-        current stream; does not wait."""
-        jobs = np.column_stack([layers, wire_blocks, blocks]).astype(np.int32)
+    def code(self, jobs: np.ndarray, *, encodes: bool) -> None:
+        """Encodes or decodes. jobs: as in `code_groups`. Enqueued on the current stream; does not wait."""
         # `Any`: where Triton is missing, the type checker sees a function
         cast(Any, code_groups)[(len(jobs) * 2 * self._num_tiles,)](
             self._kv, self._codes, self._scales, self._segments, upload(jobs, self._kv.device),

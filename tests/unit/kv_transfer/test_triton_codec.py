@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from bench.codec import decode_groups, encode_groups  # noqa: E402
 from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
 from cluster.model.kv_format import kv_segments  # noqa: E402
 from kv_transfer.codecs import triton_codec as gpu  # noqa: E402
-from kv_transfer.codecs.codec import Codec  # noqa: E402
+from kv_transfer.codecs.codec import Codec, places_of  # noqa: E402
 from kv_transfer.codecs.quantisation import BITS, CodecName  # noqa: E402
 from tests.fakes.far_memory import far_ids, far_memory  # noqa: E402
 
@@ -56,14 +55,13 @@ class Case:
         return BlockMemory(self.codec.wire_layout, 3)
 
     def launch(self, kv: BlockMemory, wire: BlockMemory, layers: list[int], *, encodes: bool) -> None:
-        table = gpu.SegmentTable(kv, wire, self.codec.planes, BITS[self.codec.name])
-        count = len(layers)
-        table.code(
-            np.tile(layers, 2),
-            np.repeat(self.groups, count, axis=0),
-            np.repeat(WIRE_BLOCKS, count),
-            encodes=encodes,
-        )
+        """Each group as a job of its own."""
+        table, codec = gpu.SegmentTable(kv, wire, self.codec.planes, BITS[self.codec.name]), self.codec
+        jobs = [
+            codec.job(kv, [group], wire, [block], layers)
+            for group, block in zip(self.groups, WIRE_BLOCKS, strict=True)
+        ]
+        table.code(places_of(jobs, codec.blocks_per_group), encodes=encodes)
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
