@@ -66,6 +66,7 @@ READ_BEFORE = {
     "product_row", "product_rows", "coded_rows", "shrink", "expand", "merge", "add_norm", "add_norm_row",
     "gated_norm",
 }  # fmt: skip
+MATRIX_SIZES = {"num_outputs", "width", "share_width"}  # multiples of 16 in products of few tokens
 NORM_WEIGHTS = {"post_weight", "pre_weight"}
 EXPERT_SIZES = dict.fromkeys(
     ("expert_stride", "output_stride", "width_stride", "scale_rows", "run", "num_groups"), "i32"
@@ -87,9 +88,8 @@ def spilled_bytes(made) -> int:
 
 def check_compiles(
     module, name: str, constants: dict[str, Any], kinds: dict[str, str], capability: int,
-    multiples: tuple[str, ...] = (), **options,
+    **options,
 ):  # fmt: skip
-    """multiples: sizes that are multiples of 16."""
     kernel = getattr(module, name)
     kinds = dict.fromkeys(kernel.arg_names, "*i32") | KINDS | kinds  # those without a kind are int32 lists
     constants = {"EARLY": False} | constants if "EARLY" in kernel.arg_names else constants
@@ -98,7 +98,7 @@ def check_compiles(
     attributes = {
         (i,): aligned
         for i, arg in enumerate(kernel.arg_names)
-        if signature[arg].startswith("*") or arg in multiples
+        if signature[arg].startswith("*") or (module is product_kernels and arg in MATRIX_SIZES)
     }
     is_early = capability >= 90 and "EARLY" in kernel.arg_names
     if is_early:
@@ -174,10 +174,7 @@ def test_products_of_few_tokens_compile(cut: ProductCut, has_bias: bool, capabil
     if has_bias:
         del constants["bias"]
     kinds = {"out": "*fp32" if has_bias else "*bf16"}
-    multiples = ("num_outputs", "width", "share_width")
-    made = check_compiles(
-        product_kernels, name, constants, kinds, capability, multiples, num_stages=cut.stages
-    )
+    made = check_compiles(product_kernels, name, constants, kinds, capability, num_stages=cut.stages)
     assert spilled_bytes(made) == 0
     if name == "product_tile" and capability == 90:  # matrix units read both operands from shared memory
         assert "wgmma" in made.asm["ptx"] and "prefetch.global.L2" in made.asm["ptx"]
