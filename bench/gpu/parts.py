@@ -91,8 +91,8 @@ def attention(
 
 
 def throughput_engine(rehearse: bool) -> Measurements:
-    """nano-vllm's run on the engine alone. of_bound: the time in which bandwidth and peak allow it, if as many
-    steps as the longest answer has read the weights, over the time it took."""
+    """nano-vllm's run on the engine alone. of_bound: the time in which bandwidth and peak allow it, if as
+    many steps as the longest answer has read the weights, over the time it took."""
     speed = _speed(rehearse)
     requests = offline_requests(4, (5, 20), 99) if rehearse else offline_requests()
     shape = SHAPES["tiny" if rehearse else served.OFFLINE_MODEL]
