@@ -31,12 +31,12 @@ RECORD = np.dtype(
 
 @dataclass(frozen=True)
 class DrawTiles:
-    """How the kernels cut a row: tokens of a tile; parts of a tile whose largest scores bound top-k;
-    candidates of each tile that are looked at together, to find a boundary and to draw; warps of a tile,
-    and of a row, without filters and with."""
+    """How the kernels cut a row: tokens of a tile; parts of a tile, and steps of its scores, that bound top-k
+    and top-p; candidates of each tile that are looked at together, to find a boundary and to draw; warps of
+    a tile, and of a row, without filters and with."""
 
     tile: int = 4096
-    peaks: int = 64
+    parts: int = 64
     slots: int = 64
     draw_slots: int = 16
     warps: int = 8
@@ -64,13 +64,13 @@ def draw_tokens(
     sent = _sent(records, device)
     scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    masses = peaks = scores
+    masses = parts = scores
     if has_filters:
         masses = torch.empty_like(scores)
-        peaks = torch.empty(num_rows, num_tiles * tiles.peaks, dtype=torch.float32, device=device)
+        parts = torch.empty(num_rows, num_tiles * tiles.parts, dtype=torch.float32, device=device)
     kernels.tile_scores[grid](
-        logits, sent, scores, masses, peaks, stride, vocab_size,
-        TILE=tiles.tile, PEAKS=tiles.peaks, FILTERS=has_filters, num_warps=tiles.warps,
+        logits, sent, scores, masses, parts, stride, vocab_size,
+        TILE=tiles.tile, PARTS=tiles.parts, FILTERS=has_filters, num_warps=tiles.warps,
     )  # fmt: skip
     if not filtered.all():
         kernels.draw_rows[(num_rows,)](
@@ -87,14 +87,14 @@ def draw_tokens(
         for first in range(0, num_rows, group):
             own = slice(first, first + group)
             _draw_filtered(
-                logits[own], sent[own], scores[own], masses[own], peaks[own], listed, counts, tokens[own],
+                logits[own], sent[own], scores[own], masses[own], parts[own], listed, counts, tokens[own],
                 boundaries[own], tiles,
             )  # fmt: skip
     return tokens
 
 
 def _draw_filtered(
-    logits: Tensor, sent: Tensor, scores: Tensor, masses: Tensor, peaks: Tensor, listed: Tensor,
+    logits: Tensor, sent: Tensor, scores: Tensor, masses: Tensor, parts: Tensor, listed: Tensor,
     counts: Tensor, tokens: Tensor, boundaries: Tensor, tiles: DrawTiles,
 ) -> None:  # fmt: skip
     """Tokens and boundaries of these rows, of those that have filters. listed, counts: scratch."""
@@ -102,9 +102,9 @@ def _draw_filtered(
     (num_rows, vocab_size), num_tiles = logits.shape, scores.shape[1]
     pad = power_of_two(num_tiles)
     filters.list_candidates[(num_rows, num_tiles)](
-        logits, sent, scores, masses, peaks, listed, counts, boundaries, logits.stride(0), vocab_size,
+        logits, sent, scores, masses, parts, listed, counts, boundaries, logits.stride(0), vocab_size,
         num_tiles,
-        TILE=tiles.tile, TILES_PAD=pad, PEAKS=tiles.peaks, PEAKS_PAD=pad * tiles.peaks,
+        TILE=tiles.tile, TILES_PAD=pad, PARTS=tiles.parts, PARTS_PAD=pad * tiles.parts,
         num_warps=tiles.warps,
     )  # fmt: skip
     filters.draw_filtered[(num_rows,)](

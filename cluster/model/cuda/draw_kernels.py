@@ -87,14 +87,21 @@ def mass_of(scores, top):
 
 
 @triton.jit
+def steps_below(scores, top):
+    """float32: how many steps of 1/3, counted from 0, the scores lie below `top`; NaN between infinities."""
+    return tl.floor(top * 3.0) - tl.floor(scores * 3.0)
+
+
+@triton.jit
 def tile_scores(
-    logits, records, scores, masses, peaks, row_stride, vocab_size,
-    TILE: tl.constexpr, PEAKS: tl.constexpr, FILTERS: tl.constexpr,
+    logits, records, scores, masses, parts, row_stride, vocab_size,
+    TILE: tl.constexpr, PARTS: tl.constexpr, FILTERS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, tiles). scores [rows, tiles] float32: the largest of each tile, with its noise if the
     row has no filter. FILTERS: some rows have one; then, for these, without noise, masses [rows, tiles]
-    float32: the sum of exp(score - the tile's largest), and peaks [rows, tiles * PEAKS] float32: the
-    largest scores of PEAKS disjoint parts of each tile."""
+    float32: the sum of exp(score - the tile's largest), and parts [rows, tiles * PARTS] float32: of rows
+    with top-k the largest scores of disjoint parts of each tile, of others how many scores lie each number
+    of steps below the tile's largest, the last one or more."""
     key, temperature, top_k, limit, min_p = row_of(records)
     place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     ids = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -104,8 +111,13 @@ def tile_scores(
         if is_filtered:
             top = tl.max(own, 0)
             tl.store(masses + place, tl.sum(mass_of(own, top), 0))
-            parts = tl.max(tl.reshape(own, [TILE // PEAKS, PEAKS]), 0)
-            tl.store(peaks + place * PEAKS + tl.arange(0, PEAKS), parts)
+            own_parts = parts + place * PARTS + tl.arange(0, PARTS)
+            if top_k > 0:
+                tl.store(own_parts, tl.max(tl.reshape(own, [TILE // PARTS, PARTS]), 0))
+            else:
+                steps = steps_below(own, top)
+                steps = tl.where(steps < PARTS - 1, steps, PARTS - 1).to(tl.int32)
+                tl.store(own_parts, tl.histogram(steps, PARTS).to(tl.float32))
         if (temperature >= 0) & (not is_filtered):
             own += quick_noise(noise_words(key, ids))
     else:

@@ -5,11 +5,12 @@ A token's place is one integer: its score, as an integer of the same order, abov
 the tokens from some place on, the greatest of which are the row's: top-k and min-p begin at the id 0 of some
 score, so they keep tokens of equal scores together; top-p may begin between two, and drops the smaller id
 first, as a stable sort does. `list_candidates` lists the tokens that may be kept, from a lower bound of that
-place. `draw_filtered` finds it by bisection over the candidates alone, until one is left, and draws from what
-is kept.
+place. `draw_filtered` finds it by bisection over the candidates alone, two steps a pass, until one is left,
+and draws from what is kept.
 
 The lower bounds: for top-k, the k-th largest of the largest scores of parts of the row; for top-p, the score
-at which a whole vocabulary has no more than the probability that is dropped; for min-p, the threshold itself.
+below which lies no more than the probability that is dropped, as the numbers of tokens in steps of 1/3 of a
+score tell; for min-p, the threshold itself.
 
 Sums of probabilities are float32. So the kept tokens are those of `sampling.keep_likely` unless the
 probability of a token and all below it is within about 1e-5 of 1 - top-p, or a token's probability within
@@ -31,6 +32,7 @@ from cluster.model.cuda.draw_kernels import (
     quick_noise,
     row_of,
     scaled,
+    steps_below,
 )
 
 ID_BITS = tl.constexpr(24)
@@ -74,6 +76,26 @@ def _floor_of_min_p(top, min_p):
 
 
 @triton.jit
+def _floor_of_top_p(
+    scores, parts, top, mass, limit, vocab_size, num_tiles, PARTS: tl.constexpr, TILES_PAD: tl.constexpr
+):
+    """A score below which lies no more than the probability that is dropped, less 1e-5 for what sums are off
+    by, if all tokens lay at the upper ends of their steps; or if a whole vocabulary lay there."""
+    tiles, steps = tl.arange(0, TILES_PAD), tl.arange(0, PARTS)
+    at = tl.program_id(0) * num_tiles + tiles
+    tops = tl.load(scores + at, mask=tiles < num_tiles, other=-float("inf"))
+    of_tile = steps[None, :] - steps_below(tops, top)[:, None]
+    is_there = (of_tile >= 0) & (steps < PARTS - 1)[None, :]
+    own = at[:, None] * PARTS + tl.where(is_there, of_tile, 0).to(tl.int32)
+    num = tl.sum(tl.load(parts + own, mask=is_there, other=0.0), 0)
+    num = tl.where(steps < PARTS - 1, num, vocab_size - tl.sum(num, 0))
+    ends = (tl.floor(top * 3.0) + 1 - steps) / 3.0 + 5e-7 * tl.abs(top)  # not below a score, as rounded
+    below = tl.cumsum(num * tl.exp(ends - top), 0, reverse=True)
+    by_steps = tl.max(tl.where(below <= (limit - 1e-5) * mass, ends, -float("inf")), 0)
+    return tl.maximum(by_steps, top + tl.minimum(tl.log(limit * mass / vocab_size), 0.0))
+
+
+@triton.jit
 def _floor_of_top_k(peaks, num_peaks, top_k, PEAKS_PAD: tl.constexpr):
     """A score, rounded down to 16 bits, that top_k peaks of the row reach; with fewer peaks the least there
     is."""
@@ -90,8 +112,8 @@ def _floor_of_top_k(peaks, num_peaks, top_k, PEAKS_PAD: tl.constexpr):
 
 @triton.jit
 def list_candidates(
-    logits, records, scores, masses, peaks, listed, counts, boundaries, row_stride, vocab_size, num_tiles,
-    TILE: tl.constexpr, TILES_PAD: tl.constexpr, PEAKS: tl.constexpr, PEAKS_PAD: tl.constexpr,
+    logits, records, scores, masses, parts, listed, counts, boundaries, row_stride, vocab_size, num_tiles,
+    TILE: tl.constexpr, TILES_PAD: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, tiles). listed [rows, tiles * TILE] int64: the places of the candidates of each tile, in
     the order of ids, from the tile's begin on; counts [rows, tiles] int32; boundaries [rows] int64: the
@@ -104,10 +126,10 @@ def list_candidates(
     if (top == -float("inf")) | (top >= LARGEST):
         floor = _place(top)
     elif top_k > 0:
-        floor = _floor_of_top_k(peaks, num_tiles * PEAKS, top_k, PEAKS_PAD)
+        floor = _floor_of_top_k(parts, num_tiles * PARTS, top_k, PARTS_PAD)
     elif limit > 0:
-        # less than the boundary by more than what rounding does
-        floor = _place(top + tl.minimum(tl.log(limit * mass / vocab_size), 0.0) - 0.001 - 1e-6 * tl.abs(top))
+        floor = _floor_of_top_p(scores, parts, top, mass, limit, vocab_size, num_tiles, PARTS, TILES_PAD)
+        floor = _place(floor - 0.001 - 1e-6 * tl.abs(top))  # by more than what rounding does
     else:
         floor = _place(_floor_of_min_p(top, min_p))
     count = tl.full((), 0, tl.int32)
@@ -135,16 +157,24 @@ def _candidates(listed, counts, start, TILE: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _from(listed, counts, place, top, TILE: tl.constexpr, SLOTS: tl.constexpr):
-    """How many candidates are at `place` or later, and the sum of their exp(score - top)."""
+def count_from(listed, counts, place, step, top, TILE: tl.constexpr, SLOTS: tl.constexpr):
+    """How many candidates are at `place` or later, and the sum of their exp(score - top); then the same one
+    step later, and two steps later."""
     num = tl.zeros([counts.shape[0], SLOTS], tl.int32)
     mass = tl.zeros([counts.shape[0], SLOTS], tl.float32)
+    num_1, mass_1, num_2, mass_2 = num, mass, num, mass
     for start in range(0, tl.max(counts, 0), SLOTS):
         places = _candidates(listed, counts, start, TILE, SLOTS)
-        is_later = places >= place
-        num += is_later.to(tl.int32)
-        mass += tl.where(is_later, mass_of(_score(places), top), 0.0)
-    return tl.sum(tl.sum(num, 1), 0), tl.sum(tl.sum(mass, 1), 0)
+        own = mass_of(_score(places), top)
+        num, mass = _with_later(num, mass, places >= place, own)
+        num_1, mass_1 = _with_later(num_1, mass_1, places >= place + step, own)
+        num_2, mass_2 = _with_later(num_2, mass_2, places >= place + 2 * step, own)
+    return tl.sum(num), tl.sum(mass), tl.sum(num_1), tl.sum(mass_1), tl.sum(num_2), tl.sum(mass_2)
+
+
+@triton.jit
+def _with_later(num, mass, is_later, own):
+    return num + is_later.to(tl.int32), mass + tl.where(is_later, own, 0.0)
 
 
 @triton.jit
@@ -153,15 +183,23 @@ def _boundary(
     step: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """The last place from which on there are `least_num` candidates with `least_mass`, or one that as many
-    tokens reach; a multiple of `step`. At `low` are enough, num_low."""
+    tokens reach; a multiple of `step`. At `low` are enough, num_low. Each pass takes two steps of a
+    bisection."""
     high, num_high = _place(top) + ID_STEP, tl.full((), 0, tl.int32)
-    middle = ((low + high) >> 1) & -step
-    while (middle > low) & (num_low > least_num) & (num_low - num_high > 1):
-        num, mass = _from(listed, counts, middle, top, TILE, SLOTS)
+    while (high - low > step) & (num_low > least_num) & (num_low - num_high > 1):
+        quarter = tl.maximum(((high - low) >> 2) & -step, step)
+        middle = low + 2 * quarter
+        num_1, mass_1, num_2, mass_2, num_3, mass_3 = count_from(
+            listed, counts, low + quarter, quarter, top, TILE, SLOTS
+        )
+        has_enough = (num_2 >= least_num) & (mass_2 >= least_mass)
+        num, mass = tl.where(has_enough, num_3, num_1), tl.where(has_enough, mass_3, mass_1)
+        low, num_low = tl.where(has_enough, middle, low), tl.where(has_enough, num_2, num_low)
+        high, num_high = tl.where(has_enough, high, middle), tl.where(has_enough, num_high, num_2)
         has_enough = (num >= least_num) & (mass >= least_mass)
+        middle = low + quarter
         low, num_low = tl.where(has_enough, middle, low), tl.where(has_enough, num, num_low)
         high, num_high = tl.where(has_enough, high, middle), tl.where(has_enough, num_high, num)
-        middle = ((low + high) >> 1) & -step
     return low, num_low
 
 
@@ -188,7 +226,7 @@ def draw_filtered(
             )
         if limit > 0:
             if top_k > 0:
-                _, mass = _from(listed, sizes, low, top, TILE, SLOTS)
+                _, mass, _, _, _, _ = count_from(listed, sizes, low, 0, top, TILE, SLOTS)
             low, num_low = _boundary(
                 listed, sizes, low, num_low, top, 1, (1.0 - limit) * mass, 1, TILE, SLOTS
             )
@@ -201,12 +239,12 @@ def draw_filtered(
 def _draw(listed, counts, low, key, vocab_size, TILE: tl.constexpr, SLOTS: tl.constexpr):
     """The token id of the largest sum of score and noise, of candidates from `low` on: first in float32, then
     exactly where the largest may be."""
-    most = tl.full((), -float("inf"), tl.float32)
+    most = tl.full([counts.shape[0], SLOTS], -float("inf"), tl.float32)
     longest = tl.max(counts, 0)
     for start in range(0, longest, SLOTS):
         places = _candidates(listed, counts, start, TILE, SLOTS)
-        most = tl.maximum(most, tl.max(tl.max(_quick_sums(places, low, key), 1), 0))
-    floor = least_winning(most)
+        most = tl.maximum(most, _quick_sums(places, low, key))
+    floor = least_winning(tl.max(tl.max(most, 1), 0))
     best, token = tl.full((), -float("inf"), tl.float64), vocab_size
     for start in range(0, longest, SLOTS):
         places = _candidates(listed, counts, start, TILE, SLOTS)

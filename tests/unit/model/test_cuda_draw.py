@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 INFINITY = float("inf")
 WIDTH = 9001  # three tiles
-SMALL = DrawTiles(tile=256, peaks=16, slots=128, draw_slots=128)
+SMALL = DrawTiles(tile=256, parts=64, slots=128, draw_slots=128)
 
 
 def records_of(temperatures: list[float], keys: list[int]) -> np.ndarray:
@@ -117,12 +118,14 @@ def is_close_call(scores: torch.Tensor, p: SamplingParams, token: int) -> bool:
     return by_top_p or (p.min_p > 0 and abs(float(of_most) / p.min_p - 1) < 1e-5)
 
 
-def check_kept(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
-    """The kept tokens are torch's, and the drawn one is torch's draw of the same kept tokens."""
+def check_kept(
+    logits: torch.Tensor, params: Sequence[SamplingParams], tiles: DrawTiles = SMALL
+) -> torch.Tensor:
+    """[B, V] bool: the kept tokens, which are torch's. The drawn one is torch's draw of the same tokens."""
     temperatures = torch.tensor([p.temperature for p in params])[:, None]
     scores, records = logits / temperatures, draw_records(params, range(len(params)), logits.shape[-1])
     boundaries = torch.zeros(len(params), dtype=torch.int64)
-    drawn = draw_tokens(logits, records, boundaries, SMALL)
+    drawn = draw_tokens(logits, records, boundaries, tiles)
     kept = places_of(scores) >= boundaries[:, None]
     wanted = keep_likely(scores, params) > -INFINITY
     for row, p in enumerate(params):
@@ -130,6 +133,7 @@ def check_kept(logits: torch.Tensor, params: Sequence[SamplingParams]) -> None:
             only_k = keep_likely(scores[row : row + 1], [SamplingParams(1.0, top_k=p.top_k)])[0]
             assert is_close_call(only_k, p, token), (p, token)
     assert torch.equal(drawn, draw(scores.masked_fill(~kept, -INFINITY), records["key"].tolist()))
+    return kept
 
 
 FILTERS = [
@@ -160,6 +164,38 @@ def test_the_kernels_keep_what_torch_keeps(shape: str) -> None:
         "far": 1e4 + 30 * noise,
     }[shape]
     check_kept(logits, FILTERS)
+
+
+TOP_P = [
+    SamplingParams(temperature=temperature, top_p=top_p, seed=11)
+    for temperature, top_p in [(0.6, 0.95), (0.8, 0.5), (0.8, 0.95), (1.0, 0.8), (1.5, 0.99)]
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"), [("normal", 12), ("bfloat16", 30), ("peaks", 12), ("wide", 4), ("far", 20)]
+)
+def test_top_p_alone_looks_at_few_tokens_a_few_times(shape: str, most: int, monkeypatch) -> None:
+    """All passes together at no more than `most` tokens for each that is kept."""
+    from cluster.model.cuda import filter_kernels
+
+    count_from, seen = filter_kernels.count_from, []
+
+    def counting(listed: Any, counts: Any, *args: Any) -> Any:
+        seen.append(int(counts.handle.data.sum()))
+        return count_from(listed, counts, *args)
+
+    monkeypatch.setattr(filter_kernels, "count_from", counting)
+    noise = torch.randn(len(TOP_P), 6000, generator=torch.Generator().manual_seed(9))
+    logits = {
+        "normal": 3 * noise,
+        "bfloat16": (3 * noise + 15).bfloat16().float(),  # many are equal
+        "peaks": 2 * noise + (torch.arange(6000) % 2999 == 77) * 12.0,
+        "wide": 40 * noise,
+        "far": 1e5 + 8 * noise,
+    }[shape]
+    kept = check_kept(logits, TOP_P, DrawTiles(tile=2048, slots=2048, draw_slots=2048))
+    assert 0 < sum(seen) <= most * int(kept.sum())
 
 
 def test_a_filtered_row_with_numbers_at_their_ends_takes_what_torch_takes() -> None:

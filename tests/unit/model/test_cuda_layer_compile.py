@@ -224,17 +224,17 @@ def test_the_products_with_codes_compile(
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_kernels_that_draw_compile(capability: int) -> None:
     kinds = {
-        "logits": "*fp32", "records": "*i64", "scores": "*fp32", "masses": "*fp32", "peaks": "*fp32",
+        "logits": "*fp32", "records": "*i64", "scores": "*fp32", "masses": "*fp32", "parts": "*fp32",
         "tokens": "*i64", "listed": "*i64", "boundaries": "*i64", "row_stride": "i32", "vocab_size": "i32",
         "num_tiles": "i32",
     }  # fmt: skip
     cut = {"TILE": 4096, "TILES_PAD": 64}
-    peaks = {"TILE": 4096, "PEAKS": 64}
+    parts = {"TILE": 4096, "PARTS": 64}
     for has_filters in (False, True):
-        constants = {**peaks, "FILTERS": has_filters}
+        constants = {**parts, "FILTERS": has_filters}
         check_compiles(draw_kernels, "tile_scores", constants, kinds, capability, num_warps=8)
     check_compiles(draw_kernels, "draw_rows", cut, kinds, capability, num_warps=8)
-    constants = {**cut, **peaks, "PEAKS_PAD": 4096}
+    constants = {**cut, **parts, "PARTS_PAD": 4096}
     check_compiles(filter_kernels, "list_candidates", constants, kinds, capability, num_warps=8)
     constants = {**cut, "SLOTS": 64, "DRAW_SLOTS": 16}
     check_compiles(filter_kernels, "draw_filtered", constants, kinds, capability, num_warps=16)
