@@ -127,7 +127,7 @@ def test_mixers_of_mamba_2_are_replaced_and_agree(form, dtype, kernels, caplog) 
 @needs_kernels
 @each_variant
 def test_a_sequence_does_not_depend_on_the_others(kernels) -> None:
-    """But for the last bits: the library's products around the kernel multiply one row otherwise than five."""
+    """But for the last bits: a library's products around the kernel multiply one row otherwise than five."""
     step = stateful("Qwen3_5Text", torch.float32)
     replace_mixers(step, CpuLayerKernels(kernels, "auto"), HIDDEN)
     (forward,) = step.forwards
