@@ -48,8 +48,8 @@ class ProductCut:
 
 
 # Those that serve up to 16 tokens are of an H100's measurements for the matrices of 0.5B and 7B models. Those
-# for more are reasoned: three programs fit on a multiprocessor, with enough bytes on their way. Wide tiles are
-# cut into few shares, as partial sums of so many tokens take memory, too.
+# for more are reasoned: three programs fit on a multiprocessor, with enough bytes on their way. Wide tiles
+# are cut into few shares, as partial sums of so many tokens take memory, too.
 SMALLEST, SEVERAL = ProductCut(1, 2, 1024, 1), ProductCut(16, 64, 128, 200)
 CANDIDATES: Mapping[int, Sequence[ProductCut]] = {
     1: [SMALLEST],
