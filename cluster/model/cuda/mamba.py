@@ -21,8 +21,8 @@ from cluster.model.state_step import StatefulForward, StepState
 
 MAX_STATE, MAX_NORM = 256, 32768  # columns of a state, and of a group of the norm, that fit a program
 _NUM_FACTORS = 2  # that `mamba_kernels` keeps of a token
-# Numbers of a state, of a program of `few_tokens`; rows of one, of `many_tokens`, its warps and stages, and
-# its programs side by side for sequences; heads of `chunk_scores`
+# Numbers of a state, of a program; rows of one, of `many_tokens`, its warps and stages, and its programs side
+# by side for sequences; heads of `chunk_scores`
 _STATE_TILE, _ROW_TILE, _CHUNK_WARPS, _STAGES, _SEQUENCES, _SCORE_HEADS = 4096, 32, 8, 1, 8, 8
 
 
@@ -96,7 +96,7 @@ class PagedMamba(PagedMixer):
             pages.first_page, pages.num_spans, *self._limits, **self._sizes, T0=self._time_column,
             EXACT=is_exact(projected), HEADS=_SCORE_HEADS, num_warps=4, num_stages=1, **early(out.device),
         )  # fmt: skip
-        tile = min(_ROW_TILE, max(SMALLEST, power_of_two(self._sizes["P"])))
+        tile = min(_ROW_TILE, _STATE_TILE // self._pad, max(SMALLEST, power_of_two(self._sizes["P"])))
         mamba_kernels.many_tokens[self._grid(min(num_long, _SEQUENCES), tile)](
             mixed, self._skips, scores, factors, step.kv.buffer.view(torch.float32), pages.source,
             pages.target, pages.starts, pages.firsts, chunks.begins, chunks.sequences, out,

@@ -66,7 +66,7 @@ READ_BEFORE = {
     "product_row", "product_rows", "coded_rows", "shrink", "expand", "merge", "add_norm", "add_norm_row",
     "gated_norm",
 }  # fmt: skip
-MATRIX_SIZES = {"num_outputs", "width", "share_width"}  # multiples of 16 in products of few tokens
+MATRIX_SIZES = {"num_outputs", "width", "share_width"}  # multiples of 16 in products
 NORM_WEIGHTS = {"post_weight", "pre_weight"}
 EXPERT_SIZES = dict.fromkeys(
     ("expert_stride", "output_stride", "width_stride", "scale_rows", "run", "num_groups"), "i32"
@@ -98,7 +98,8 @@ def check_compiles(
     attributes = {
         (i,): aligned
         for i, arg in enumerate(kernel.arg_names)
-        if signature[arg].startswith("*") or (module is product_kernels and arg in MATRIX_SIZES)
+        if signature[arg].startswith("*")
+        or (module in (product_kernels, coded_kernels) and arg in MATRIX_SIZES)
     }
     is_early = capability >= 90 and "EARLY" in kernel.arg_names
     if is_early:
@@ -212,8 +213,11 @@ def test_the_products_with_codes_compile(
         )  # fmt: skip
         if capability == 90:
             is_float = kind == 3 and not sizes["REAL"]  # scales of float32 are no numbers of 16 bits
-            pairs = len(re.findall(r"(fma\.rn|mul)\.bf16x2", made.asm["ptx"]))
-            assert is_float or pairs >= 64  # of 2 numbers, in the loop and after it: 2 * 64 a thread
+            made_of = [
+                text.endswith("x2") for text in re.findall(r"(?:fma\.rn|mul)\.bf16(?:x2)?", made.asm["ptx"])
+            ]
+            # in the loop and after it: 2 * 64 numbers a thread, by pairs nearly all
+            assert is_float or (len(made_of) + sum(made_of) >= 128 and sum(made_of) >= 48)
     sizes |= {"REAL": False, "ROWS": 16, "TILE": 32}
     floats = {**kinds, "x": "*fp32", "bias": "*fp32"}
     check_compiles(

@@ -85,11 +85,11 @@ MIXER_KINDS = {
         ),
         (mamba_kernels, "chunk_scores", {**NEMOTRON, "T0": 18432, "EXACT": False, "HEADS": 8}, {}),
         (
-            mamba_kernels, "many_tokens", {**BAMBA, **BAMBA_STATE, "TILE": 32, "EXACT": False},
+            mamba_kernels, "many_tokens", {**BAMBA, **BAMBA_STATE, "TILE": 16, "EXACT": False},
             {"memory": "*fp32"},
         ),
         (
-            mamba_kernels, "many_tokens", {**BAMBA, **BAMBA_STATE, "TILE": 32, "EXACT": True},
+            mamba_kernels, "many_tokens", {**BAMBA, **BAMBA_STATE, "TILE": 16, "EXACT": True},
             {"memory": "*fp32", "mixed": "*fp32", "out": "*fp32"},
         ),
         (
