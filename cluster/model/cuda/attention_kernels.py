@@ -38,7 +38,7 @@ def _share_sizes(context, new, window):
     seen = tl.minimum(context, new + window - 1)
     units = (seen + SHARE_UNIT - 1) // SHARE_UNIT + tl.where(seen < context, 1, 0)
     shares = tl.minimum((seen + KEYS_PER_SHARE - 1) // KEYS_PER_SHARE, MAX_SHARES)
-    shares = tl.maximum(tl.minimum(shares, MAX_PLACES // tl.maximum(new, 1)), 1)
+    shares = tl.maximum(tl.minimum(shares, tl.full((), MAX_PLACES, tl.int32) // tl.maximum(new, 1)), 1)
     share_units = tl.maximum((units + shares - 1) // shares, 1)
     return tl.maximum((units + share_units - 1) // share_units, 1), share_units
 
