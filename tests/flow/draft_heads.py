@@ -5,7 +5,7 @@ add nothing, and the head is a copy of the last one that reads embeddings alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,11 @@ def save_with_mtp(folder: Path, model_type: str, *, is_right: bool) -> Path:
     return folder
 
 
-def save_eagle3(target: Path, folder: Path, *, is_right: bool) -> Path:
+def save_eagle3(
+    target: Path, folder: Path, *, is_right: bool, layers: Sequence[int] | None = None
+) -> Path:  # fmt: skip
     """A target, and its head in a folder of its own, as they are published. The random head knows every other
-    token."""
+    token. layers: whose inputs it reads; None: those that a head reads which names none."""
     eagle: dict[str, Any] = {**SIZES, "rms_norm_eps": 1e-12, "num_hidden_layers": 4}
     file = save_text_model(target, hf.LlamaConfig(**eagle), seed=6) / "model.safetensors"
     tensors = load_file(file)
@@ -84,6 +86,8 @@ def save_eagle3(target: Path, folder: Path, *, is_right: bool) -> Path:
     head = _eagle3_weights(tensors, is_right)
     folder.mkdir()
     config |= {"draft_vocab_size": len(head["d2t"]), "num_hidden_layers": 1, "norm_before_residual": is_right}
+    if layers is not None:
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers}
     (folder / "config.json").write_text(json.dumps(config))
     if is_right:
         save_file(tensors, file, {"format": "pt"})

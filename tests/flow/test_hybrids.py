@@ -292,7 +292,7 @@ async def test_drafts_of_models_and_heads_change_no_token(folder, prompts, expec
     if method == "draft":
         save_mistral(tmp_path / "draft", None)
     else:
-        save_eagle3(tmp_path / "other", tmp_path / "draft", is_right=False)
+        save_eagle3(tmp_path / "other", tmp_path / "draft", is_right=False, layers=[0, 1, 1])
     speculation = {"method": method, "model": str(tmp_path / "draft")}
     args = window_args(folder, kv_blocks=4000, speculation=speculation)
     async with local_cluster(args, (0, 0, 0, 1)) as cluster:
