@@ -57,11 +57,22 @@ def replayed_s(replay: Replay) -> float:
     return min(times)
 
 
-@torch.inference_mode()
 def measure(
     matrices: Sequence[TrialProduct], choice: ProductChoice, seconds: Callable[[Replay], float] = replayed_s
 ) -> None:  # fmt: skip
-    """Tells `choice` what it found. Matrices of other types than 16 bits stay the library's."""
+    """Tells `choice` what it found. Matrices of other types than 16 bits stay the library's. Where nothing
+    can be recorded, or memory is short, the rest stays unmeasured, and the log says so."""
+    try:
+        _measure(matrices, choice, seconds)
+    except RuntimeError as error:
+        logger.warning("products: not measured: %s", error)
+    torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
+
+
+@torch.inference_mode()
+def _measure(
+    matrices: Sequence[TrialProduct], choice: ProductChoice, seconds: Callable[[Replay], float]
+) -> None:  # fmt: skip
     by_size: defaultdict[tuple[int, int], list[TrialProduct]] = defaultdict(list)
     for matrix in matrices:
         if matrix.weight.dtype.itemsize == 2:
@@ -90,8 +101,6 @@ def measure(
         choice.set(same[0].weight, chosen)
         ways = (f"up to {limit} tokens by {cut or 'the library'}" for limit, cut in chosen.items())
         logger.info("products: %d × %d: %s", num_outputs, width, ", ".join(ways))
-    del scratch
-    torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
 
 
 def _multiply_all(same: Sequence[TrialProduct], x: Tensor, cut: ProductCut | None, scratch: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class ProductCut:
     tokens: int  # at most
     outputs: int  # of a program
     step: int  # columns of the inner loop
-    programs: int  # that the columns are cut for; 1: they are cut by their number alone
+    programs: int  # that the columns of several tokens are cut for
     stages: int = 3
 
     def __str__(self) -> str:

@@ -195,6 +195,7 @@ def test_the_offline_run_has_the_published_lengths() -> None:
     assert len(requests) == 256
     assert sum(request.num_tokens for request in requests) == 133_966
     assert sum(len(request.prompt) for request in requests) == 142_827
+    assert tokens_read(requests) == 120_795_204  # of which bench/gpu/README.md has the bytes
     assert min(len(request.prompt) for request in requests) > TEMPLATE_TOKENS
 
 

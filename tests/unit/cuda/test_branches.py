@@ -80,7 +80,8 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/choice.py:_seconds
     """,
     "test_product_choice.py": """
-        cluster/model/cuda/product_choice.py:replayed_s cluster/model/cuda/product_choice.py:measure """,
+        cluster/model/cuda/product_choice.py:replayed_s cluster/model/cuda/product_choice.py:measure
+        cluster/model/cuda/product_choice.py:_measure """,
     "test_transfer.py": """
         kv_transfer/agents/collective_agent.py:CollectiveAgent.connect
         kv_transfer/agents/collective_agent.py:_identity

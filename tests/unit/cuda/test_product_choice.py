@@ -100,6 +100,16 @@ def test_a_choice_is_what_a_product_goes_by(device: SimulatedCuda) -> None:
     assert launch.arguments["TILE"] == WIDE.outputs and not launched(24, torch.float32)
 
 
+def test_a_start_goes_on_where_nothing_can_be_measured(device: SimulatedCuda, caplog) -> None:
+    def fails(_replay: Replay) -> float:
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    every, choice = matrices(), ProductChoice()
+    measure(every, choice, fails)
+    assert choice.cut(torch.zeros(2, WIDTH).bfloat16(), every[0].weight) == SEVERAL
+    assert "not measured: no memory for a graph" in caplog.text
+
+
 def test_float32_stays_the_librarys(device: SimulatedCuda) -> None:
     recorded: list[Replay] = []
     measure(matrices(torch.float32), ProductChoice(), lambda replay: recorded.append(replay) or 1.0)

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreting: nothing is compiled", allow_module_level=True)
 
 from cluster.model.cuda import channel_kernels, delta_kernels, mamba_kernels, mixer_kernels  # noqa: E402
-from tests.unit.model.test_cuda_layer_compile import check_compiles  # noqa: E402
+from tests.unit.model.compiling import check_compiles  # noqa: E402
 
 # Of Qwen3.5-9B over KV in blocks of 16
 DELTA = {"KEY_HEADS": 16, "GROUP": 2, "K": 128, "V": 128}
