@@ -75,15 +75,16 @@ async def choices(cluster: LocalCluster, case: Case, **fields: object) -> list[s
 
 
 async def test_answers_that_were_preempted_equal_generate(plain, cases, expected):
-    """Blocks for less than three conversations; everybody wants to run, and goes on after `generate`'s last
-    token."""
-    cases, expected = cases[:12], expected[:12]
-    alone = await asyncio.gather(*(choices(plain, case, ignore_eos=True) for case in cases))
+    """Prompts of one to six blocks, and answers of four that go on after `generate`'s last token: any two
+    prompts fit into 14 blocks. In whatever order they come to the door, those that are admitted together
+    outgrow the pool: what they leave is less than the next prompt with a block for each answer."""
+    args, cases, expected = cluster_args(48), cases[:12], expected[:12]
+    fields = {"ignore_eos": True, "max_tokens": 4 * args.block_size}
+    alone = await asyncio.gather(*(choices(plain, case, **fields) for case in cases))
     assert all(texts[0].startswith(answer.text) for texts, answer in zip(alone, expected, strict=True))
-    async with local_cluster(
-        let_all_in(with_decode(cluster_args(48), kv_blocks=11)), overcommits=len(cases)
-    ) as cluster:
-        got = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
+    args = let_all_in(with_decode(args, kv_blocks=14))
+    async with local_cluster(args, overcommits=len(cases)) as cluster:
+        got = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases))
         assert got == alone
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0
 
