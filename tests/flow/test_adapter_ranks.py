@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import pytest
 import transformers as hf
 
 from cluster.config.adapters import read_adapters
@@ -22,6 +23,7 @@ from tests.flow.text_models import SIZES, answers, draw_prompts, save_text_model
 FORMS = {"all": ".*_proj", "inputs": ".*(q|v|up)_proj", "outputs": ".*(o|down)_proj"}
 
 
+@pytest.mark.slow  # `test_tensor_parallel` has adapters, `test_hybrid_ranks` a worker of two ranks in every run
 async def test_every_row_of_a_worker_of_two_ranks_has_its_own_adapter(tmp_path: Path) -> None:
     folder = save_text_model(tmp_path, hf.LlamaConfig(**SIZES), seed=6)
     prompts = draw_prompts((5, 37, 60))

@@ -84,9 +84,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Adapted(request.param, tmp_path_factory.mktemp("adapted"))
 
 
-@pytest.mark.parametrize(
-    "adapted", often(FAMILIES, ["llama", "qwen3", "qwen2_5_vl"]), indirect=True, scope="module"
-)
+@pytest.mark.parametrize("adapted", often(FAMILIES, ["llama", "qwen2_5_vl"]), indirect=True, scope="module")
 class TestTokens:
     def test_in_one_step_every_sequence_has_its_own_adapter(self, adapted: Adapted) -> None:
         assert len({str(answers) for answers in adapted.answers}) == 4  # each adapter changes them
@@ -113,7 +111,7 @@ def test_eight_adapters_in_one_step_give_what_each_gives_alone(tmp_path: Path) -
     assert decode(adapted.language, kv, sequences) == expected  # of PEFT's model with that adapter alone
 
 
-@pytest.mark.parametrize("name", often(FAMILIES, ["llama", "deepseek_v3_mla"]))
+@pytest.mark.parametrize("name", often(FAMILIES, ["llama"]))
 def test_adapters_that_come_later_take_the_places_of_others(name: str, tmp_path: Path) -> None:
     """Also in a model whose packed weights are mapped: there no linear can be run before it is replaced."""
     cache, room = WeightCache(tmp_path / "cache", 1 << 30), AdapterRoom(3, 17, is_open=True)

@@ -44,7 +44,7 @@ STRUCTURE = of_schema(
 )
 ROLES = [
     pytest.param((0, 1, 1), id="p-d"),
-    pytest.param((0, 0, 0, 0, 0, 1), id="whole"),
+    pytest.param((0, 0, 0, 0, 0, 1), id="whole", marks=pytest.mark.slow),
 ]
 
 

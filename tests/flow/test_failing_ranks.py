@@ -21,6 +21,7 @@ from cluster.worker.setup import set_up
 from tests.fakes import failing_rank
 from tests.fakes.failing_rank import BEFORE_IT_MEETS, KILLED, MESSAGE, WITHOUT_NOTICE
 from tests.fakes.processes import fork_server
+from tests.fakes.slow_params import often
 from tests.flow.text_models import SIZES, save_text_model
 
 HANG_S = 120.0
@@ -50,9 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_text_model(tmp_path_factory.mktemp("model"), config, seed=6)
 
 
-@pytest.mark.parametrize(
-    "place", [WITHOUT_NOTICE, KILLED, pytest.param(BEFORE_IT_MEETS, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("place", often(CASES, [KILLED]))
 def test_a_rank_that_fails_ends_the_start_with_its_error(place: str, model: Path, tmp_path: Path) -> None:
     num_ranks, failing, expected = CASES[place]
 

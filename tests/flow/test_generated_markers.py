@@ -47,7 +47,7 @@ ALWAYS = (
     "qwen2_5_omni", "qwen3_omni", "qwen2_5_vl", "glm4v", "hunyuan_vl", "kimi_k25", "muse_glimmer", "gemma3",
     "llava_onevision",
 )  # fmt: skip
-PREEMPTED = ("qwen2_5_omni", "gemma3")
+PREEMPTED = ("qwen2_5_omni",)
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
 

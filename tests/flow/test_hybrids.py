@@ -85,6 +85,7 @@ async def test_kv_is_coded_on_the_wire_and_states_travel_as_they_are(folder, pro
     assert sum(same) >= 0.9 * len(same)
 
 
+@pytest.mark.parametrize("folder", often(sorted(CONFIGS), ["qwen3_5_text"]), indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("role", "num_replicas"),
     [

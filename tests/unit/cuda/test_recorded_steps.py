@@ -125,7 +125,7 @@ def media_chunks(model: LanguageModel, case: TinyCase) -> list[SequenceChunk]:
 MEDIA = ("gemma3", "gemma4", "qwen2_5_vl", "kimi_k25", "gemma4_small")
 
 
-@pytest.mark.parametrize("name", often(MEDIA, MEDIA[:3]))
+@pytest.mark.parametrize("name", often(MEDIA, ("gemma3", "qwen2_5_vl")))
 def test_media_are_placed_before_the_replay(name: str, device: SimulatedCuda) -> None:
     case = MEDIA_FAMILIES[name]()
     model = language(device, case.model)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.native.build import build
+from cluster.native.build import build, main
 from cluster.native.variants import VARIANTS
 
 
@@ -101,3 +101,13 @@ def test_no_link_that_others_have_placed_is_followed(one_small_source, tmp_path)
     one_small_source.chmod(0o777)
     assert build(one_small_source.parent, VARIANTS[-1], [one_small_source]) == library
     assert kept.read_text() == "kept" and not library.is_symlink()
+
+
+@pytest.mark.parametrize(("args", "expected"), [([], VARIANTS[2:]), (["--all"], VARIANTS)])
+def test_ahead_are_built_the_variants_of_this_cpu_or_all(args, expected, tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("cluster.native.build.runnable_variants", lambda: VARIANTS[2:])
+    monkeypatch.setattr("cluster.native.build.build", lambda *each: asked.append(each))
+    main([*args, str(tmp_path)])
+    assert asked == [(tmp_path, variant) for variant in expected]
+    assert capsys.readouterr().out.count("not built") == len(expected)
