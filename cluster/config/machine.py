@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +32,25 @@ def has_gpu() -> bool:
     return any(device.exists() for device in _GPU_DEVICES)
 
 
-@cache
+class _GpuKernels:
+    """The selected ones of this process."""
+
+    name = "auto"
+
+
+def select_gpu_kernels(name: Literal["auto", "none"]) -> None:
+    """auto: Triton's where they can run; none: torch's. For what is loaded from now on. Any thread."""
+    _GpuKernels.name = name
+
+
 def has_triton() -> bool:
-    """Whether Triton's kernels can run: it is installed, with a C compiler, which it calls when it first
-    meets a GPU."""
+    """Whether this process uses Triton's kernels: they can run, and are not switched off."""
+    return _GpuKernels.name != "none" and can_run_triton()
+
+
+@cache
+def can_run_triton() -> bool:
+    """Triton is installed, with a C compiler, which it calls when it first meets a GPU."""
     if find_spec("triton") is None:
         return False
     if shutil.which("gcc") or shutil.which("clang"):

@@ -54,6 +54,7 @@ def _fingerprint(args: ClusterArgs, language: Language) -> str:
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = (
         _VERSION, language.model.fingerprint, language.kv.layout.fingerprint, args.block_size,
-        args.weight_dtype, args.cpu_kernels, torch.__version__, transformers.__version__, states,
+        args.weight_dtype, args.cpu_kernels, args.gpu_kernels, torch.__version__, transformers.__version__,
+        states,
     )  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

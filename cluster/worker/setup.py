@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from cluster.config.environment import read_environment
+from cluster.config.machine import select_gpu_kernels
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.native.variants import select
@@ -48,13 +49,14 @@ class WorkerSetup:
 def set_up(
     args: ClusterArgs, replica_id: str, *, host: str = "127.0.0.1", transport: Transport | None = None
 ) -> WorkerSetup:
-    """Selects this process's CPU variant, lets its threads change places sooner, and on a GPU with float32
-    switches TF32 off: torch allows its 10 bits of mantissa in convolutions unless told otherwise. `host`:
-    where other hosts reach this process. `transport`: `in_process` is for workers that share a process; None:
-    as configured. Raises ConfigError if the configuration asks for a device or a variant that is not
-    available."""
+    """Selects this process's CPU variant and GPU kernels, lets its threads change places sooner, and on a GPU
+    with float32 switches TF32 off: torch allows its 10 bits of mantissa in convolutions unless told
+    otherwise. `host`: where other hosts reach this process. `transport`: `in_process` is for workers that
+    share a process; None: as configured. Raises ConfigError if the configuration asks for a device or a
+    variant that is not available."""
     environment = read_environment()
     select(args.cpu_kernels)
+    select_gpu_kernels(args.gpu_kernels)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     has_cuda = torch.cuda.is_available()
     if args.device == "cuda" and not has_cuda:

@@ -93,7 +93,7 @@ REHEARSED = {  # test file: places
         kv_transfer/agents/nixl_agent.py:NixlAgent.register
         kv_transfer/agents/transport_probe.py:measure """,
     "test_start.py": """
-        cluster/config/machine.py:has_triton cluster/model/encoder.py:EncoderModel.load
+        cluster/config/machine.py:can_run_triton cluster/model/encoder.py:EncoderModel.load
         cluster/model/encoder.py:EncoderModel.load.make
         cluster/model/language_parts.py:_layer_kernels cluster/model/language_parts.py:load_parts
         cluster/model/language_parts.py:load_parts.make

@@ -263,11 +263,22 @@ def test_triton_is_used_only_with_the_compiler_that_it_calls(module, compiler, e
     """Without one its first launch fails, in a worker that has loaded its model."""
     monkeypatch.setattr(machine, "find_spec", lambda name: module or None)
     monkeypatch.setattr(machine.shutil, "which", lambda name: compiler if name == compiler else None)
-    machine.has_triton.cache_clear()
+    machine.can_run_triton.cache_clear()
     try:
         assert machine.has_triton() is expected
     finally:
-        machine.has_triton.cache_clear()
+        machine.can_run_triton.cache_clear()
+
+
+def test_the_setting_switches_our_kernels_off_and_on_again(monkeypatch) -> None:
+    """All that has a Triton kernel asks `has_triton`, and computes by torch without it."""
+    monkeypatch.setattr(machine, "can_run_triton", lambda: True)
+    try:
+        for kernels, expected in (("none", False), ("auto", True)):
+            set_up(ClusterArgs.model_validate({"gpu_kernels": kernels}), "w", transport="in_process")
+            assert machine.has_triton() is expected
+    finally:
+        machine.select_gpu_kernels("auto")
 
 
 class Driver:

@@ -84,7 +84,7 @@ def test_the_image_for_gpus_has_what_the_fast_attention_needs(monkeypatch: pytes
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     for programs, has_triton in ((["gcc"], True), ([], False)):
         monkeypatch.setattr(machine.shutil, "which", lambda name, programs=programs: name in programs)
-        assert machine.has_triton.__wrapped__() is has_triton
+        assert machine.can_run_triton.__wrapped__() is has_triton
 
 
 def test_every_package_that_ships_is_copied():
