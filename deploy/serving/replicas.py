@@ -61,19 +61,24 @@ class Replica:
             _bind_to(cores)  # before torch starts threads
         import torch  # the composing process must not load it
 
+        from cluster.lost_device import with_advice
         from cluster.worker.setup import set_up
 
         torch.set_num_threads(threads)
         context = serve.get_replica_context()
         replica_id, self._app = context.replica_id.unique_id, context.app_name
         host = {"host": ray.util.get_node_ip_address()} if args.side_channel == "tcp" else {}
-        self._service = load(service)(args, set_up(args, replica_id, **host))
+        with with_advice():
+            self._service = load(service)(args, set_up(args, replica_id, **host))
         self._replica_id = replica_id
         self._held_check = HeldCheck()
         self._gauges: WorkerGauges | None = None
 
     async def record_replica_metadata(self) -> dict[str, str]:
-        member = await self._service.start()
+        from cluster.lost_device import with_advice
+
+        with with_advice():
+            member = await self._service.start()
         self._gauges = WorkerGauges(member.num_blocks)
         freeze_what_is_loaded()
         return encode_member(member)
