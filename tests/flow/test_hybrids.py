@@ -39,6 +39,12 @@ NUM_TOKENS = 24
 PROMPT_LENGTHS = (1, 5, 24, 37, 90, 33)
 
 
+# In every run where the engine is what is tried: it knows nothing of a state but its size.
+of_one_family = pytest.mark.parametrize(
+    "folder", often(sorted(CONFIGS), ["qwen3_5_text"]), indirect=True, scope="module"
+)
+
+
 @pytest.fixture(scope="module")
 def prompts() -> list[tuple[int, ...]]:
     return draw_prompts(PROMPT_LENGTHS)
@@ -85,7 +91,7 @@ async def test_kv_is_coded_on_the_wire_and_states_travel_as_they_are(folder, pro
     assert sum(same) >= 0.9 * len(same)
 
 
-@pytest.mark.parametrize("folder", often(sorted(CONFIGS), ["qwen3_5_text"]), indirect=True, scope="module")
+@of_one_family
 @pytest.mark.parametrize(
     ("role", "num_replicas"),
     [
@@ -168,6 +174,7 @@ async def test_prompts_go_on_from_snapshots(folder, prompts, roles, num_chunk):
     assert num_foreseen == num_computed  # by the door
 
 
+@of_one_family
 async def test_a_prompt_goes_on_from_a_state_that_comes_back_from_host_memory(folder, monkeypatch):
     """Others have taken its blocks, those of its state included. Two long prompts do not fit together."""
     monkeypatch.setattr(KvTier, "is_worth", lambda self, num_blocks, compute_s: True)
@@ -233,6 +240,7 @@ class KnowingProposer:
 DRAFTED = list(itertools.product(("handed over", "failing steps", "preempted"), (0, 0.8)))
 
 
+@of_one_family
 @pytest.mark.parametrize(("case", "temperature"), often(DRAFTED, (DRAFTED[0], DRAFTED[3], DRAFTED[5])))
 async def test_wrong_drafts_leave_no_trace_in_states(
     folder, prompts, expected, monkeypatch, case, temperature
@@ -265,6 +273,7 @@ async def test_wrong_drafts_leave_no_trace_in_states(
     assert (totals.num_preempted > 0) == (case == "preempted")
 
 
+@of_one_family
 async def test_text_that_a_grammar_forces_leaves_no_trace_in_states(folder, prompts, monkeypatch):
     """Answers of which most is forced are those of steps of one token."""
     text = "[a-c]{3} and nothing but the truth of [0-9]{2}, then the rest of it [x-z]{4}"
