@@ -21,9 +21,8 @@ def client(url: str, strict: bool = True) -> openai.AsyncOpenAI:
         api_key="none",
         max_retries=0,
         timeout=HANG_S,
-        http_client=openai.DefaultAsyncHttpxClient(
-            verify=False
-        ),  # reading certificates would take longer than a test
+        # reading certificates would take longer than a test
+        http_client=openai.DefaultAsyncHttpxClient(verify=False),
         _strict_response_validation=strict,
     )
 
