@@ -3,9 +3,6 @@ replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 # What CUDA says of such errors, by whatever library
@@ -27,18 +24,6 @@ def is_device_lost(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and ("CUDA error" in text or any(lost in text for lost in _LOST))
-
-
-@contextmanager
-def with_advice() -> Iterator[None]:
-    """Around a start. If the device is lost in it, the error says what an operator can do about that."""
-    try:
-        yield
-    except Exception as error:
-        if not is_device_lost(error):
-            raise
-        advice = "if every start ends like this, `gpu_kernels: none` serves without our kernels"
-        raise DeviceLostError(f"{type(error).__name__}: {error}; {advice}") from error
 
 
 def raise_if_device_lost(error: Exception) -> None:

@@ -79,7 +79,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def pytest_collection_finish() -> None:
     gc.enable()
     if "transformers" in sys.modules:
-        # it writes a configuration out, to a log that nobody reads, whenever it reads one
+        # transformers formats each configuration that it reads for its log, also where the log is off
         sys.modules["transformers"].PreTrainedConfig.__repr__ = object.__repr__
 
 

@@ -1,4 +1,5 @@
-"""What is found out about this machine without a library."""
+"""What is found out about this machine without a library, and whether this process uses what was found of
+Triton."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ class ClusterArgs(_Args):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if the replica finds it
     # compiled variant of CPU kernels and KV codecs; auto: the best that the processor runs; none: torch
     cpu_kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"] = "auto"
-    # auto: Triton's where they can run; none: torch's, several times slower, where one of ours breaks a GPU
+    # auto: Triton's where they can run; none: torch's, which are slower, where one of ours breaks a GPU
     gpu_kernels: Literal["auto", "none"] = "auto"
     block_size: int = Field(default=16, ge=1)  # tokens in one KV block
     transport: Literal["nixl", "collective"] = "nixl"  # collective: Gloo, NCCL

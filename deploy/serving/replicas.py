@@ -21,12 +21,13 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
 from ray import serve
 
+from cluster.config.machine import has_triton
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError, UnavailableError
 from deploy.serving.exposure import bind_to_node_address
@@ -51,6 +52,21 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+@contextlib.contextmanager
+def _with_advice() -> Iterator[None]:
+    """Around a start. If the device is lost in it, and our kernels may have broken it, the error says what an
+    operator can do."""
+    from cluster.lost_device import DeviceLostError, is_device_lost  # they import torch
+
+    try:
+        yield
+    except Exception as error:
+        if not is_device_lost(error) or not has_triton():
+            raise
+        advice = "if every start ends like this, `gpu_kernels: none` serves without our kernels"
+        raise DeviceLostError(f"{type(error).__name__}: {error}; {advice}") from error
+
+
 class Replica:
     """An encode or prefill replica. Requests use the side channel only."""
 
@@ -61,23 +77,20 @@ class Replica:
             _bind_to(cores)  # before torch starts threads
         import torch  # the composing process must not load it
 
-        from cluster.lost_device import with_advice
         from cluster.worker.setup import set_up
 
         torch.set_num_threads(threads)
         context = serve.get_replica_context()
         replica_id, self._app = context.replica_id.unique_id, context.app_name
         host = {"host": ray.util.get_node_ip_address()} if args.side_channel == "tcp" else {}
-        with with_advice():
+        with _with_advice():
             self._service = load(service)(args, set_up(args, replica_id, **host))
         self._replica_id = replica_id
         self._held_check = HeldCheck()
         self._gauges: WorkerGauges | None = None
 
     async def record_replica_metadata(self) -> dict[str, str]:
-        from cluster.lost_device import with_advice
-
-        with with_advice():
+        with _with_advice():
             member = await self._service.start()
         self._gauges = WorkerGauges(member.num_blocks)
         freeze_what_is_loaded()

@@ -39,7 +39,7 @@ NUM_TOKENS = 24
 PROMPT_LENGTHS = (1, 5, 24, 37, 90, 33)
 
 
-# In every run where the engine is what is tried: it knows nothing of a state but its size.
+# Other families are in the slow tests: these try the engine, which knows nothing of a state but its size.
 of_one_family = pytest.mark.parametrize(
     "folder", often(sorted(CONFIGS), ["qwen3_5_text"]), indirect=True, scope="module"
 )

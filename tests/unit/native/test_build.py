@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.config.settings import REPOSITORY
 from cluster.native.build import build, main
 from cluster.native.variants import VARIANTS
 
@@ -101,6 +102,14 @@ def test_no_link_that_others_have_placed_is_followed(one_small_source, tmp_path)
     one_small_source.chmod(0o777)
     assert build(one_small_source.parent, VARIANTS[-1], [one_small_source]) == library
     assert kept.read_text() == "kept" and not library.is_symlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["cluster/model/cpu", "cluster/kvcache", "kv_transfer/codecs"])
+def test_every_variant_of_our_sources_compiles(folder):
+    """Also those that this machine's CPU cannot run, which nothing else builds here."""
+    libraries = [build(REPOSITORY / folder, variant) for variant in VARIANTS]
+    assert all(libraries)
 
 
 @pytest.mark.parametrize(("args", "expected"), [([], VARIANTS[2:]), (["--all"], VARIANTS)])

@@ -35,7 +35,7 @@ def refused(args: ClusterArgs, setup: Any) -> None:
 
 class Undrained(Replica):
     def __del__(self) -> None:
-        """Serve awaits it; nobody does here."""
+        """Serve awaits the one of a replica; these tests do not."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +52,18 @@ async def start(service: Any) -> None:
 
 
 @pytest.mark.parametrize("service", [failing_load, FailingService])
-async def test_a_start_in_which_the_gpu_breaks_names_the_way_out(service: Any) -> None:
+async def test_a_start_in_which_the_gpu_breaks_names_the_way_out(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.serving.replicas.has_triton", lambda: True)
     with pytest.raises(DeviceLostError, match=r"illegal memory access.*`gpu_kernels: none`"):
         await start(service)
+
+
+async def test_without_our_kernels_there_is_no_such_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.serving.replicas.has_triton", lambda: False)
+    with pytest.raises(RuntimeError, match=f"^{BROKEN}$"):
+        await start(failing_load)
 
 
 async def test_other_errors_stay_as_they_are() -> None:
